@@ -1,0 +1,95 @@
+"""The books of the cache: what could be a hit, what the mirror says will be one, and what was one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from agentserve.prompt import FlatPrompt
+from agentserve.sessions import Relation, Session
+from prefix_cache.blocks import BlockHash
+from prefix_cache.hits import HitTotals, TurnHits, account
+from prefix_cache.mirror import Mirror
+from prefix_cache.tree import PrefixTree
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What is known of a prompt before it runs, in tokens. `predicted` None: no mirror, or it is not in step."""
+
+    num_prompt_tokens: int
+    ceiling: int
+    predicted: int | None
+    hashes: Sequence[BlockHash]
+    num_resident_blocks: int = 0
+    """Leading blocks that the mirror holds, in step or not."""
+    removed: Sequence[bool] = ()
+    """Of the blocks behind those, up to the ceiling: whether the mirror saw them leave."""
+
+
+class CacheBooks:
+    """Estimates before, books after. `block_size` None: the engine does not say; then there are no block figures."""
+
+    def __init__(self, *, block_size: int | None, ceiling_tokens: int, mirror: Mirror | None) -> None:
+        self.block_size = block_size
+        self.mirror = mirror
+        self.tree = PrefixTree(ceiling_tokens)
+        self.totals = HitTotals()
+
+    def estimate(self, prompt: FlatPrompt) -> Estimate:
+        """Ceiling and prediction of the prompt as it stands. Costs what is new since the prompt was last looked at."""
+        prompt.position = self.tree.match(prompt.ids, prompt.position or self.tree.root(prompt.salt))
+        num_tokens = len(prompt.ids)
+        ceiling = min(prompt.position.num_tokens, num_tokens)
+        hashes = tuple(prompt.chain.hashes)
+        if self.mirror is None:
+            return Estimate(num_tokens, ceiling, None, hashes)
+        predicted = self.mirror.predict(hashes, num_tokens)
+        resident = predicted // self.mirror.block_size
+        removed = tuple(map(self.mirror.was_removed, hashes[resident : ceiling // self.mirror.block_size]))
+        return Estimate(num_tokens, ceiling, None if self.mirror.is_suspect else predicted, hashes, resident, removed)
+
+    def computed(self, prompt: FlatPrompt, num_tokens: int) -> None:
+        """The engine has computed the first `num_tokens` of the prompt."""
+        prompt.position = self.tree.insert(prompt.ids[:num_tokens], prompt.cut_position(num_tokens) or self.tree.root(prompt.salt))
+
+    def book(self, session: Session, relation: Relation, estimate: Estimate, num_cached_tokens: int | None) -> TurnHits:
+        """Account for a request that the engine has answered."""
+        hits = self._account(estimate, relation, num_cached_tokens)
+        if self.mirror is not None and num_cached_tokens is not None:
+            # Also while suspect: a run of right guesses is what ends the suspicion.
+            self.mirror.learn(estimate.hashes, num_cached_tokens, estimate.num_resident_blocks * self.mirror.block_size)
+        session.totals.add(hits)
+        self.totals.add(hits)
+        return hits
+
+    def preview(self, estimate: Estimate, relation: Relation) -> TurnHits:
+        """The account before the engine has answered: `actual` and `missed` unknown."""
+        return self._account(estimate, relation, None)
+
+    def _account(self, estimate: Estimate, relation: Relation, num_cached_tokens: int | None) -> TurnHits:
+        return account(
+            num_prompt_tokens=estimate.num_prompt_tokens,
+            ceiling=estimate.ceiling,
+            block_size=self.block_size,
+            actual=num_cached_tokens,
+            predicted=estimate.predicted,
+            history_tokens=relation.history_tokens,
+            shared_tokens=relation.shared_tokens,
+            confirmed_evicted=self._evicted(estimate, num_cached_tokens),
+        )
+
+    def _evicted(self, estimate: Estimate, num_cached_tokens: int | None) -> int | None:
+        """Tokens between hit and ceiling that are gone because the first missing block was seen to leave.
+
+        What lies behind that block may still be resident, but without it cannot be reached.
+        """
+        if self.mirror is None or num_cached_tokens is None:
+            return None
+        first = num_cached_tokens // self.mirror.block_size
+        behind = first - estimate.num_resident_blocks
+        if behind < 0:
+            gone = self.mirror.was_removed(estimate.hashes[first])
+        else:
+            gone = behind < len(estimate.removed) and estimate.removed[behind]
+        return estimate.ceiling if gone else 0

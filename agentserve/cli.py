@@ -1,0 +1,178 @@
+"""The command line. Flags of `serve` derive from the settings; the replay commands come from `replays`, found by name."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import inspect
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import uvicorn
+import uvloop
+from cyclopts import App, Parameter
+from rich.console import Console
+
+from agentserve.app import build_app
+from agentserve.boot import running_server
+from agentserve.engines.embedded import WHAT_IS_REAL, EmbeddedEngine
+from agentserve.errors import AgentserveError, SetupError
+from agentserve.log import configure_log
+from agentserve.server import Server
+from agentserve.settings import Settings, environment_name, flag, leaves, load
+
+KEEP_ALIVE_SECONDS = 620
+"""Longer than the pools of known clients keep an idle connection."""
+
+_console = Console(stderr=True, highlight=False)
+
+
+def serve(settings: Settings) -> None:
+    """Serve until stopped. Raises SetupError."""
+    configure_log(settings.log_level)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(settings))
+
+
+async def _serve(settings: Settings) -> None:
+    listener = _listen(settings.host, settings.port)
+    _raise_open_files()
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # until uvicorn takes over
+    with listener:
+        async with running_server(settings, _progress) as server:
+            app = build_app(server)
+            config = uvicorn.Config(
+                app,
+                http="httptools",
+                log_config=None,
+                access_log=False,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=5,
+                server_header=False,
+            )
+            host, port = listener.getsockname()[:2]
+            _announce(server, f"http://{host}:{port}")
+            await uvicorn.Server(config).serve(sockets=[listener])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket, taken before the engine starts, so that a port in use is said at once."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        raise SetupError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another with --port") from error
+    return listener
+
+
+def _raise_open_files() -> None:
+    """Each turn holds two connections: take as many file descriptors as the host allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _progress(text: str) -> None:
+    _console.print(f"[dim]{text}[/dim]")
+
+
+def _announce(server: Server, url: str) -> None:
+    if isinstance(server.engine, EmbeddedEngine):
+        _console.print(WHAT_IS_REAL)
+    info = server.engine.info
+    capacity = f"{info.kv_capacity_tokens:,} tokens of KV cache" if info.kv_capacity_tokens else "KV capacity unknown"
+    _console.print(f"\n[bold]agentserve {version('agentserve')}[/bold] on {info.name}, model {server.model_name!r}, {capacity}")
+    _console.print(f"listening on [bold]{url}[/bold]\n")
+    body = f'{{"model":"{server.model_name}","stream":true,"max_tokens":64,"messages":[{{"role":"user","content":"Hello"}}]}}'
+    _console.print("Try:", style="bold")
+    _console.print(f"  curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'", soft_wrap=True, markup=False)
+    _console.print(f"  curl {url}/v1/sessions          # what the server knows of each session", markup=False)
+    _console.print(f"  curl {url}/metrics              # agentserve_* and the engine's own", markup=False)
+    _console.print("  make replay                          # drive agent sessions through it and print the hit report", markup=False)
+    _console.print("Stop with Ctrl-C.")
+
+
+def settings_page() -> str:
+    """The reference page of the settings, as Markdown."""
+    rows = [
+        "# Settings",
+        "",
+        "Flag over environment over file (`--config FILE`, TOML, one table per group) over default. Unknown names are refused.",
+        "",
+        "| flag | environment | default | meaning |",
+        "|---|---|---|---|",
+    ]
+    for path, info in leaves():
+        default = "" if info.default in (None, ()) else str(info.default).replace(str(Path.home()), "~")
+        rows.append(f"| `{flag(path)}` | `{environment_name(path)}` | {default} | {info.description} |")
+    return "\n".join(rows) + "\n"
+
+
+def _serve_command() -> Callable[..., None]:
+    """`serve` with one flag per setting."""
+    paths = {"_".join(path): path for path, _ in leaves()}
+
+    def command(*, config: Path | None = None, **flags: Any) -> None:
+        """Serve agent sessions over HTTP: in front of --engine-url, or of the embedded CPU engine."""
+        serve(load({paths[name]: value for name, value in flags.items() if value is not None}, config))
+
+    parameters = [
+        inspect.Parameter(
+            "config",
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[Path | None, Parameter(name="--config", help="A TOML file with settings.")],
+        )
+    ]
+    for path, info in leaves():
+        kind: Any = bool if info.annotation is bool else list[str] if isinstance(info.default, tuple) else str
+        help_text = f"{info.description} [default: {info.default}] [env: {environment_name(path)}]"
+        parameters.append(
+            inspect.Parameter(
+                "_".join(path),
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None,
+                annotation=Annotated[kind | None, Parameter(name=flag(path), help=help_text, show_default=False)],
+            )
+        )
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # cyclopts reads the signature
+    return command
+
+
+def _print_settings() -> None:
+    """Print every setting as a Markdown table: flag, environment name, default, meaning."""
+    sys.stdout.write(settings_page())
+
+
+def build_cli() -> App:
+    """The whole command line; `replay`, `report` and `generate` join where their dependencies are installed."""
+    app = App(name="agentserve", help="A session server for agentic coding in front of vLLM.", version=version("agentserve"))
+    app.command(_serve_command(), name="serve")
+    app.command(_print_settings, name="settings")
+    if importlib.util.find_spec("replays") is not None:
+        app.update(importlib.import_module("replays.cli").app)
+    return app
+
+
+def main() -> None:
+    """Run the command line. Exit code 0 on success, 2 for a bad setting or set-up, 130 after Ctrl-C."""
+    try:
+        build_cli()()
+    except AgentserveError as error:
+        _console.print(f"[red]agentserve: {error.message}[/red]", soft_wrap=True)
+        sys.exit(2)
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        sys.exit(130)

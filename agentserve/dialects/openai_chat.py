@@ -1,0 +1,313 @@
+"""OpenAI chat completions: the request side.
+
+Only the fields around the history are decoded at once; messages stay raw bytes until the ledger asks for them. Unknown fields are
+ignored, as the API does; wrong types are refused with the path of the field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import xxhash
+
+from agentserve.conversation import TurnOptions
+from agentserve.dialects.json_body import decode_body, decode_part
+from agentserve.errors import InvalidRequest, Unsupported
+from model.conversation import AssistantItem, Head, Item, Json, SystemItem, Tool, ToolCall, ToolResultItem, UserItem
+
+T = TypeVar("T")
+HEAD_ROLES = ("system", "developer")
+TOOL_ROLES = ("tool", "function")
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool = False
+
+
+class ChatRequest(msgspec.Struct):
+    """The body of POST /v1/chat/completions; `messages` and `tools` undecoded."""
+
+    messages: list[msgspec.Raw]
+    model: str | None = None
+    tools: msgspec.Raw = msgspec.Raw()
+    tool_choice: Any = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    logprobs: bool | None = None
+    prompt_logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+    # vLLM's own extensions
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    priority: int | None = None
+    session_id: str | None = None
+    vllm_xargs: dict[str, Any] | None = None
+
+
+PASSED = (
+    "temperature",
+    "top_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "stop_token_ids",
+    "allowed_token_ids",
+    "bad_words",
+    "structured_outputs",
+)
+"""Sampling fields that go to the engine as they are."""
+
+
+class Part(msgspec.Struct):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class CallForm(msgspec.Struct):
+    function: CalledFunction
+    id: str | None = None
+
+
+class Message(msgspec.Struct):
+    role: str
+    content: str | list[Part] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[CallForm] | None = None
+    tool_call_id: str | None = None
+
+
+class Role(msgspec.Struct):
+    role: str
+
+
+class FunctionForm(msgspec.Struct):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class ToolForm(msgspec.Struct):
+    function: FunctionForm
+    type: str = "function"
+
+
+_request = msgspec.json.Decoder(ChatRequest)
+_message = msgspec.json.Decoder(Message)
+_role = msgspec.json.Decoder(Role)
+_tools = msgspec.json.Decoder(list[ToolForm] | None)
+_object = msgspec.json.Decoder(dict[str, Any])
+
+
+def parse(body: bytes) -> ChatRequest:
+    """Decode a body. Raises InvalidRequest with the path of what is wrong."""
+    request = decode_body(_request, body)
+    if not request.messages:
+        raise InvalidRequest("messages must hold at least one message", param="messages")
+    _refuse_unsupported(request)
+    return request
+
+
+def _refuse_unsupported(request: ChatRequest) -> None:
+    if request.n is not None and request.n != 1:
+        if request.n < 1:
+            raise InvalidRequest(f"n must be 1, not {request.n}", param="n")
+        raise Unsupported("n > 1 is not supported: send the request again for another answer", param="n")
+    if request.logprobs or request.prompt_logprobs is not None:
+        raise Unsupported("logprobs are not supported on this route", param="logprobs")
+    choice = request.tool_choice
+    if choice is not None and choice not in ("auto", "none"):
+        raise Unsupported(f"tool_choice {choice!r} is not supported: use 'auto' or 'none'", param="tool_choice")
+    for name in ("max_tokens", "max_completion_tokens"):
+        value = getattr(request, name)
+        if value is not None and value < 1:
+            raise InvalidRequest(f"{name} must be at least 1, not {value}", param=name)
+
+
+def options(request: ChatRequest) -> TurnOptions:
+    """What the request asks for beside the history. Raises InvalidRequest."""
+    sampling: dict[str, Json] = {name: value for name in PASSED if (value := getattr(request, name)) is not None}
+    structured = _structured(request.response_format)
+    if structured is not None:
+        sampling["structured_outputs"] = structured
+    stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
+    if any(not text for text in stop):
+        raise InvalidRequest("stop must not hold an empty string", param="stop")
+    limit = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+    return TurnOptions(limit, sampling, stop, request.priority, request.vllm_xargs or {})
+
+
+def _structured(form: dict[str, Any] | None) -> dict[str, Json] | None:
+    if form is None or form.get("type") == "text":
+        return None
+    if form.get("type") == "json_object":
+        return {"json_object": True}
+    if form.get("type") == "json_schema":
+        schema = form.get("json_schema")
+        if isinstance(schema, dict) and isinstance(schema.get("schema"), dict):
+            return {"json": schema["schema"]}
+        raise InvalidRequest("response_format.json_schema must hold a schema object", param="response_format")
+    known = "text, json_object or json_schema"
+    raise InvalidRequest(f"response_format.type {form.get('type')!r} is not known: use {known}", param="response_format")
+
+
+class ChatConversation:
+    """The messages of a chat request as a `Conversation`."""
+
+    def __init__(self, request: ChatRequest) -> None:
+        self._tools = request.tools
+        self._messages = request.messages
+        digest = xxhash.xxh3_128(bytes(request.tools))
+        self._num_head = 0
+        for raw in request.messages:
+            if _decode(_role, raw, self._num_head).role not in HEAD_ROLES:
+                break
+            self._num_head += 1
+            digest.update(raw)
+        self.chain: list[bytes] = [digest.digest()]
+        if self._num_head == len(request.messages):
+            raise InvalidRequest("messages must hold a user, assistant or tool message beside the system text", param="messages")
+        for raw in request.messages[self._num_head :]:
+            digest.update(raw)
+            self.chain.append(digest.digest())
+        last = _decode(_role, request.messages[-1], len(request.messages) - 1).role
+        if last == "assistant":
+            raise Unsupported("the last message must not be the assistant's: continuing a given answer is not supported", param="messages")
+
+    def head(self) -> Head:
+        """The leading system texts, joined by a blank line, and the tools."""
+        texts = [_text(_decode(_message, raw, i), i) for i, raw in enumerate(self._messages[: self._num_head])]
+        return Head("\n\n".join(text for text in texts if text), self.tools())
+
+    def tools(self) -> tuple[Tool, ...]:
+        """The tools offered, in the client's order."""
+        if not bytes(self._tools):
+            return ()
+        forms = decode_part(_tools, self._tools, "tools") or []
+        for form in forms:
+            if form.type != "function":
+                raise Unsupported(f"tools of type {form.type!r} are not supported: only 'function'", param="tools")
+        return tuple(Tool(f.function.name, f.function.description or "", f.function.parameters) for f in forms)
+
+    def steps(self, start: int) -> list[tuple[int, list[Item]]]:
+        """Messages after the first `start` behind the head; neighbouring tool results are one step, put in call order."""
+        steps: list[tuple[int, list[Item]]] = []
+        calls = self._calls_before(start)
+        results: list[ToolResultItem] = []
+        base = self._num_head
+        for index in range(base + start, len(self._messages)):
+            message = _decode(_message, self._messages[index], index)
+            if message.role in TOOL_ROLES:
+                results.append(ToolResultItem(message.tool_call_id or "", _text(message, index)))
+                continue
+            if results:
+                steps.append((index - base, list(in_call_order(results, calls))))
+                results = []
+            item = _item(message, index)
+            if isinstance(item, AssistantItem):
+                calls = item.calls
+            steps.append((index - base + 1, [item]))
+        if results:
+            steps.append((len(self._messages) - base, list(in_call_order(results, calls))))
+        return steps
+
+    def _calls_before(self, start: int) -> tuple[ToolCall, ...]:
+        """The calls of the message before the first that is read, whose results may follow."""
+        index = self._num_head + start - 1
+        if start == 0 or _decode(_role, self._messages[index], index).role != "assistant":
+            return ()
+        item = _item(_decode(_message, self._messages[index], index), index)
+        return item.calls if isinstance(item, AssistantItem) else ()
+
+
+def in_call_order(results: Sequence[ToolResultItem], calls: Sequence[ToolCall]) -> list[ToolResultItem]:
+    """Results sorted as their calls stand; those of unknown calls keep their relative place behind the known ones."""
+    order: dict[str, int] = {}
+    for index, call in enumerate(calls):
+        order.setdefault(call.id, index)
+    return sorted(results, key=lambda result: order.get(result.call_id, len(order)))
+
+
+def _item(message: Message, index: int) -> Item:
+    match message.role:
+        case "user":
+            return UserItem(_text(message, index))
+        case "system" | "developer":
+            return SystemItem(_text(message, index))
+        case "assistant":
+            reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
+            return AssistantItem(_text(message, index), reasoning, tuple(_call(call) for call in message.tool_calls or ()))
+    raise InvalidRequest(
+        f"messages[{index}].role {message.role!r} is not known: use system, developer, user, assistant or tool",
+        param=f"messages[{index}].role",
+    )
+
+
+def _call(form: CallForm) -> ToolCall:
+    arguments = form.function.arguments
+    if isinstance(arguments, str):
+        arguments = parse_arguments(arguments)
+    return ToolCall(form.id or "", form.function.name, arguments if arguments is not None else {})
+
+
+def parse_arguments(text: str) -> dict[str, Json] | str:
+    """A call's argument text as an object; the text itself where it is not one. Empty text is no arguments."""
+    if not text.strip():
+        return {}
+    try:
+        return _object.decode(text)
+    except (msgspec.DecodeError, UnicodeEncodeError):
+        return text
+
+
+def _text(message: Message, index: int) -> str:
+    content = message.content
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content:
+        if part.type == "refusal":
+            texts.append(part.refusal or "")
+        elif part.type in ("text", "input_text", "output_text"):
+            texts.append(part.text or "")
+        else:
+            at = f"messages[{index}].content"
+            raise Unsupported(f"{at} holds a part of type {part.type!r}: only text is supported", param=at)
+    return "".join(texts)
+
+
+def _decode(decoder: msgspec.json.Decoder[T], raw: msgspec.Raw, index: int) -> T:
+    return decode_part(decoder, raw, f"messages[{index}]")

@@ -1,0 +1,131 @@
+"""OpenAI chat completions: the answer side, streamed and whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from agentserve.dialects.errors import error_body
+from agentserve.errors import AgentserveError
+from agentserve.turns import Outcome, Plan
+from model.chat import CallArguments, CallStart, Delta, ReasoningDelta, TextDelta
+from model.conversation import AssistantItem
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class ChatAnswer:
+    """Writes one answer. `created` in Unix seconds."""
+
+    id: str
+    model: str
+    created: int
+
+    def opening(self) -> bytes:
+        """The first event: the role."""
+        return self._event({"role": "assistant", "content": ""})
+
+    def deltas(self, deltas: list[Delta]) -> bytes:
+        """One event for each delta."""
+        return b"".join(self._event(_delta(delta)) for delta in deltas)
+
+    def closing(self, plan: Plan, outcome: Outcome, *, include_usage: bool) -> bytes:
+        """The finish reason, the usage if asked for, and the end mark."""
+        finish = self._event({}, outcome.finish_reason, outcome.stop_reason)
+        if not include_usage:
+            return finish + DONE
+        return finish + _sse({**self._frame("chat.completion.chunk"), "choices": [], "usage": usage(plan, outcome)}) + DONE
+
+    def failure(self, error: AgentserveError) -> bytes:
+        """An error after the first byte: an error event, and no end mark, as nothing ended well."""
+        return _sse(error_body(error))
+
+    def whole(self, plan: Plan, outcome: Outcome, deltas: Iterable[Delta]) -> bytes:
+        """The body of an answer that is not streamed; `deltas` are all of it, for the model's own text of its arguments."""
+        choice = {
+            "index": 0,
+            "message": message(outcome.item, argument_texts(deltas)),
+            "logprobs": None,
+            "finish_reason": outcome.finish_reason,
+            "stop_reason": outcome.stop_reason,
+        }
+        return _encode({**self._frame("chat.completion"), "choices": [choice], "usage": usage(plan, outcome)})
+
+    def _frame(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def _event(self, delta: dict[str, Any], finish_reason: str | None = None, stop_reason: str | int | None = None) -> bytes:
+        choice: dict[str, Any] = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        if stop_reason is not None:
+            choice["stop_reason"] = stop_reason
+        return _sse({**self._frame("chat.completion.chunk"), "choices": [choice]})
+
+
+def argument_texts(deltas: Iterable[Delta]) -> list[str]:
+    """The JSON text of each call's arguments, as the stream would have sent it."""
+    texts: dict[int, str] = {}
+    for delta in deltas:
+        if isinstance(delta, CallStart):
+            texts[delta.index] = ""
+        elif isinstance(delta, CallArguments):
+            texts[delta.index] += delta.fragment
+    return list(texts.values())
+
+
+def message(item: AssistantItem, arguments: Sequence[str]) -> dict[str, Any]:
+    """An assistant item as a chat message; reasoning under both names that clients read."""
+    shown: dict[str, Any] = {"role": "assistant", "content": item.text if item.text or not item.calls else None}
+    if item.reasoning is not None:
+        shown["reasoning"] = shown["reasoning_content"] = item.reasoning
+    if item.calls:
+        shown["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": text}}
+            for call, text in zip(item.calls, arguments, strict=True)
+        ]
+    return shown
+
+
+def usage(plan: Plan, outcome: Outcome) -> dict[str, Any]:
+    """The engine's counts, and the account of this turn under `agentserve`. What is unknown is absent, not zero."""
+    hits = outcome.hits
+    shown: dict[str, Any] = {
+        "prompt_tokens": plan.num_prompt_tokens,
+        "completion_tokens": outcome.num_generated_tokens,
+        "total_tokens": plan.num_prompt_tokens + outcome.num_generated_tokens,
+    }
+    if hits.actual is not None:
+        shown["prompt_tokens_details"] = {"cached_tokens": hits.actual}
+    account = {
+        "session_id": plan.session_id,
+        "turn": plan.kind,
+        "encoded_tokens": plan.num_encoded_tokens,
+        "ceiling_tokens": hits.ceiling,
+        "ceiling_block_tokens": hits.ceiling_blocks,
+        "predicted_tokens": hits.predicted,
+        "missed_tokens": hits.missed,
+    }
+    shown["agentserve"] = {name: value for name, value in account.items() if value is not None}
+    return shown
+
+
+def _delta(delta: Delta) -> dict[str, Any]:
+    match delta:
+        case TextDelta(text):
+            return {"content": text}
+        case ReasoningDelta(text):
+            return {"reasoning": text, "reasoning_content": text}
+        case CallStart(index, call_id, name):
+            return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": {"name": name, "arguments": ""}}]}
+        case CallArguments(index, fragment):
+            return {"tool_calls": [{"index": index, "function": {"arguments": fragment}}]}
+
+
+def _sse(event: Any) -> bytes:
+    return b"data: " + _encode(event) + b"\n\n"

@@ -1,0 +1,133 @@
+"""The command line of the embedded vLLM: what a CPU engine on a nano model needs to start, and nothing that it does not."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from agentserve.errors import SetupError
+
+SERVED_MODEL_NAME: Final = "nano"
+_BLOCK_MULTIPLE: Final = 32  # of vLLM's CPU attention kernel
+_KV_TENSORS: Final = 2  # keys and values
+_FLOAT32_BYTES: Final = 4
+
+_ENVIRONMENT: Final = {
+    "OMP_NUM_THREADS": "1",  # spinning OpenMP threads cost a factor of ten on a machine that is shared
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker runs inside the engine process: ten seconds and 600 MB less
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_PLUGINS": "",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedOptions:
+    """What can be chosen of the embedded engine. Raises `SetupError` on values that vLLM would refuse."""
+
+    cache_folder: Path
+    """Keeps the generated model from one start to the next."""
+    kv_tokens: int = 262_144
+    """Size of the KV cache, rounded down to whole blocks. A small one makes eviction happen for real."""
+    block_size: int = 128
+    """Tokens of a KV block; 128 is MiniMax-M3's."""
+    max_model_len: int = 131_072
+    """Prompt plus output, tokens; cut to what the KV cache and the model hold."""
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    restart: bool = True
+    """Start the engine again, with back-off, when it dies."""
+    dev_mode: bool = False
+    """Open vLLM's development routes, such as /reset_prefix_cache."""
+    start_timeout_seconds: float = 300.0
+    extra_args: tuple[str, ...] = ()
+    """Appended to vLLM's command line, so they win over what stands there."""
+
+    def __post_init__(self) -> None:
+        if self.block_size <= 0 or self.block_size % _BLOCK_MULTIPLE:
+            raise SetupError(f"block_size is {self.block_size!r}: vLLM on the CPU takes multiples of {_BLOCK_MULTIPLE} only.")
+        if self.kv_tokens < self.block_size:
+            raise SetupError(f"kv_tokens is {self.kv_tokens!r}: it must hold a block of {self.block_size} tokens at least.")
+
+    @property
+    def num_blocks(self) -> int:
+        """Usable KV blocks."""
+        return self.kv_tokens // self.block_size
+
+
+class _ModelConfig(msgspec.Struct):
+    """The fields of a model folder's config.json that size its KV cache."""
+
+    num_hidden_layers: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self.num_hidden_layers * _KV_TENSORS * self.num_key_value_heads * self.head_dim * _FLOAT32_BYTES
+
+
+def vllm_command(model_folder: Path, port: int, options: EmbeddedOptions, *, events_endpoint: str, replay_endpoint: str) -> list[str]:
+    """The command that serves `model_folder` on 127.0.0.1:`port` and publishes KV events on the two ZMQ endpoints."""
+    config = msgspec.json.decode((model_folder / "config.json").read_bytes(), type=_ModelConfig)
+    num_gpu_blocks = options.num_blocks + 1  # vLLM keeps block 0 as its null block
+    max_model_len = min(options.max_model_len, config.max_position_embeddings, options.num_blocks * options.block_size)
+    values = {
+        "model": str(model_folder),
+        "served-model-name": SERVED_MODEL_NAME,
+        "host": "127.0.0.1",
+        "port": str(port),
+        "dtype": "float32",
+        "max-model-len": str(max_model_len),
+        "block-size": str(options.block_size),
+        "num-gpu-blocks-override": str(num_gpu_blocks),
+        "kv-cache-memory-bytes": str(num_gpu_blocks * options.block_size * config.kv_bytes_per_token),
+        "max-num-seqs": str(options.max_num_seqs),
+        "max-num-batched-tokens": str(options.max_num_batched_tokens),
+        "scheduling-policy": "priority",
+        "prefix-caching-hash-algo": "sha256_cbor",
+        "tool-call-parser": "minimax_m3",
+        "reasoning-parser": "minimax_m3",
+        "structured-outputs-config": json.dumps({"enable_in_reasoning": True}),
+        "kv-events-config": json.dumps(
+            {
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                "endpoint": events_endpoint,
+                "replay_endpoint": replay_endpoint,
+                "topic": "kv-events",
+            }
+        ),
+    }
+    switches = (
+        "enforce-eager",
+        "enable-prefix-caching",
+        "enable-prompt-tokens-details",
+        "enable-scale-out",
+        "enable-auto-tool-choice",
+        "disable-uvicorn-access-log",
+    )
+    return [
+        *_environment(options),
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *(word for name, value in values.items() for word in (f"--{name}", value)),
+        *(f"--{name}" for name in switches),
+        *options.extra_args,
+    ]
+
+
+def _environment(options: EmbeddedOptions) -> list[str]:
+    """env(1) changes the inherited environment, which this process does not read."""
+    names = dict(_ENVIRONMENT)
+    if options.dev_mode:
+        names["VLLM_SERVER_DEV_MODE"] = "1"
+    # Without written bytecode every start compiles thousands of modules again, which doubles it.
+    return ["env", "-u", "PYTHONDONTWRITEBYTECODE", *(f"{name}={value}" for name, value in names.items())]

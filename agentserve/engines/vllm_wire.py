@@ -1,0 +1,185 @@
+"""vLLM's wire format: request bodies and stream events of its two token-id routes, and its error bodies. No I/O.
+
+Fields as in vLLM 0.32: `entrypoints/scale_out/token_in_token_out/protocol.py` and `entrypoints/openai/completion/protocol.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from agentserve.engines import Chunk, GenerateRequest, Usage
+from agentserve.errors import EngineRefused
+from model.conversation import Json
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One way to send token ids: where to, and the JSON body for (request, served model name)."""
+
+    path: str
+    body: Callable[[GenerateRequest, str], bytes]
+
+
+def _generate_body(request: GenerateRequest, model: str) -> bytes:
+    sampling: dict[str, Json] = {"detokenize": False, **request.sampling, "max_tokens": request.max_tokens}
+    # Text costs the engine a detokenizer step for every token, so it is asked for only where something is read from it.
+    wants_text = bool(request.sampling.get("stop")) or request.sampling.get("logprobs") is not None
+    if wants_text:
+        sampling["detokenize"] = True
+    if request.xargs:
+        sampling["extra_args"] = dict(request.xargs)
+    fields = _common_fields(request, model)
+    fields["output_mode"] = "text" if wants_text else "tokens"
+    fields["sampling_params"] = sampling
+    return _with_ids(b'{"token_ids":[', request, fields)
+
+
+def _completions_body(request: GenerateRequest, model: str) -> bytes:
+    fields: dict[str, Json] = {**request.sampling, **_common_fields(request, model)}
+    fields["max_tokens"] = request.max_tokens
+    fields["return_token_ids"] = True
+    if request.xargs:
+        fields["vllm_xargs"] = dict(request.xargs)
+    return _with_ids(b'{"prompt":[', request, fields)
+
+
+def _common_fields(request: GenerateRequest, model: str) -> dict[str, Json]:
+    fields: dict[str, Json] = {
+        "model": model,
+        "request_id": request.request_id,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if request.priority is not None:
+        fields["priority"] = request.priority
+    if request.cache_salt is not None:
+        fields["cache_salt"] = request.cache_salt
+    return fields
+
+
+def _with_ids(opening: bytes, request: GenerateRequest, fields: Mapping[str, Json]) -> bytes:
+    return b"".join((opening, request.prompt_json, b"],", msgspec.json.encode(fields)[1:]))
+
+
+GENERATE = Route("/inference/v1/generate", _generate_body)
+"""Token ids in and out, no prompt echo; there when vLLM runs with --enable-scale-out."""
+COMPLETIONS = Route("/v1/completions", _completions_body)
+"""Always there. Echoes the prompt ids in its first event, and decodes text whether it is read or not."""
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int = 0
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class _Choice(msgspec.Struct):
+    token_ids: tuple[int, ...] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    text: str | None = None
+    logprobs: dict[str, Any] | None = None
+
+
+class _Error(msgspec.Struct):
+    message: str = ""
+    param: str | None = None
+    code: int | str | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: _Error | None = None
+
+
+class _ErrorBody(msgspec.Struct):
+    """`{"error": {…}}`; the flat form of older versions; and FastAPI's `detail`."""
+
+    error: _Error | None = None
+    message: str | None = None
+    detail: Any = None
+
+
+_EVENT = msgspec.json.Decoder(_Event)
+_ERROR_BODY = msgspec.json.Decoder(_ErrorBody)
+
+
+def read_event(data: bytes) -> Chunk:
+    """One event of either route as a chunk.
+
+    Raises `EngineRefused` where the event is an error (vLLM has sent status 200 by then; its own code is taken), and
+    `msgspec.MsgspecError` where it is not such an event.
+    """
+    event = _EVENT.decode(data)
+    if event.error is not None:
+        raise _refusal(event.error, event.error.code if isinstance(event.error.code, int) else 500)
+    usage = None if event.usage is None else _read_usage(event.usage)
+    if not event.choices:
+        return Chunk(usage=usage)
+    choice = event.choices[0]
+    return Chunk(
+        ids=choice.token_ids or (),
+        finish_reason=choice.finish_reason,
+        stop_reason=choice.stop_reason,
+        text=choice.text,
+        logprobs=_chat_logprobs(choice.logprobs),
+        usage=usage,
+    )
+
+
+def _read_usage(usage: _Usage) -> Usage:
+    details = usage.prompt_tokens_details
+    return Usage(usage.prompt_tokens, usage.completion_tokens, None if details is None else details.cached_tokens)
+
+
+def _chat_logprobs(logprobs: dict[str, Any] | None) -> Json:
+    """Log probabilities in the chat API's shape, `{"content": [{token, logprob, bytes, top_logprobs}]}`, from either route."""
+    if logprobs is None or "content" in logprobs:
+        return logprobs
+    tops = logprobs.get("top_logprobs") or [None] * len(logprobs["tokens"])
+    return {
+        "content": [
+            {**_logprob(token, value), "top_logprobs": [_logprob(*pair) for pair in (top or {}).items()]}
+            for token, value, top in zip(logprobs["tokens"], logprobs["token_logprobs"], tops, strict=True)
+        ]
+    }
+
+
+def _logprob(token: str, value: float | None) -> dict[str, Json]:
+    # vLLM's own floor for a probability that it did not compute or that is not finite.
+    return {"token": token, "logprob": -9999.0 if value is None else value, "bytes": list(token.encode(errors="replace"))}
+
+
+def read_refusal(body: bytes, status: int) -> EngineRefused:
+    """The error that an answer with an error status means, with the engine's own message."""
+    try:
+        parsed = _ERROR_BODY.decode(body)
+    except msgspec.MsgspecError:
+        parsed = _ErrorBody()
+    error = parsed.error or _Error(message=parsed.message or (str(parsed.detail) if parsed.detail else ""))
+    if not error.message:
+        error.message = f"the engine answered with status {status} and says {body[:500].decode(errors='replace')!r}"
+    return _refusal(error, status)
+
+
+# Clients watch for these words and for OpenAI's error code to know that they must compact, so both are always there.
+_CONTEXT_WORDS = "maximum context length"
+_CONTEXT_REFUSALS = (_CONTEXT_WORDS, "maximum model length", "max_model_len")
+
+
+def _refusal(error: _Error, status: int) -> EngineRefused:
+    message, code = error.message, error.code if isinstance(error.code, str) else None
+    if status == 400 and any(words in message for words in _CONTEXT_REFUSALS):
+        code = "context_length_exceeded"
+        if _CONTEXT_WORDS not in message:
+            message = f"The prompt exceeds this model's maximum context length. {message}"
+    return EngineRefused(message, status=status, param=error.param, code=code)

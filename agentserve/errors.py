@@ -1,0 +1,99 @@
+"""Every error that this server raises on purpose.
+
+    AgentserveError
+    ├── ClientError                 the request is wrong; 4xx in the client's dialect
+    │   ├── InvalidRequest          400  malformed JSON, wrong types, values out of range
+    │   ├── ContextTooLong          400  prompt beyond the model's context
+    │   ├── Unauthorized            401
+    │   ├── NotFound                404  unknown model, session or route
+    │   ├── BodyTooLarge            413
+    │   └── Unsupported             400  a feature that the engine or the model does not have
+    ├── Busy                        429  queue limits reached; carries Retry-After
+    ├── EngineError                 502  the engine misbehaved
+    │   ├── EngineUnavailable       503  not reachable, died, or still starting
+    │   └── EngineRefused           the engine said no; passed on with its message
+    └── SetupError                  the process cannot start: a bad setting, folder, port, child process
+
+A message says what to do. Ids and values from outside are shown as {value!r}.
+"""
+
+from __future__ import annotations
+
+
+class AgentserveError(Exception):
+    """Root of the tree. `status` is the HTTP status, `code` OpenAI's `error.code`, `param` the field at fault."""
+
+    status = 500
+    kind = "server_error"
+    code: str | None = None
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        if code is not None:
+            self.code = code
+
+
+class ClientError(AgentserveError):
+    status = 400
+    kind = "invalid_request_error"
+
+
+class InvalidRequest(ClientError):
+    pass
+
+
+class ContextTooLong(ClientError):
+    code = "context_length_exceeded"
+
+
+class Unauthorized(ClientError):
+    status = 401
+    kind = "authentication_error"
+    code = "invalid_api_key"
+
+
+class NotFound(ClientError):
+    status = 404
+    kind = "not_found_error"
+
+
+class BodyTooLarge(ClientError):
+    status = 413
+    code = "request_too_large"
+
+
+class Unsupported(ClientError):
+    code = "unsupported"
+
+
+class Busy(AgentserveError):
+    status = 429
+    kind = "rate_limit_error"
+
+    def __init__(self, message: str, *, retry_after_seconds: float) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class EngineError(AgentserveError):
+    status = 502
+    kind = "engine_error"
+
+
+class EngineUnavailable(EngineError):
+    status = 503
+
+
+class EngineRefused(EngineError):
+    """The engine answered 4xx or 5xx to a request that this server accepted. Its 4xx and 503 are passed on, another 5xx is a 502."""
+
+    def __init__(self, message: str, *, status: int, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message, param=param, code=code)
+        self.status = status if status < 500 or status == 503 else EngineError.status
+        self.kind = "invalid_request_error" if status < 500 else EngineError.kind
+
+
+class SetupError(AgentserveError):
+    """Start-up failed; the command line prints the message and exits with 2."""

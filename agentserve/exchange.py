@@ -1,0 +1,85 @@
+"""One HTTP answer in progress: sent as it comes, kept alive while it is silent, given up when the client leaves.
+
+A handler writes through a `Wire`. Until the first write (or the first keep-alive) nothing is sent, so an early error can still be a
+proper HTTP status. When the client disconnects, also while the answer is not streamed, the handler's task is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+
+class Wire:
+    """Where a handler writes its answer."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._headers: list[tuple[bytes, bytes]] | None = None
+        self._status = 200
+        self.started = False
+        self.written_at = asyncio.get_running_loop().time()
+
+    def prepare(self, status: int, headers: Mapping[str, str]) -> None:
+        """Set what the first write will send ahead. May be called again until then."""
+        assert not self.started
+        self._status = status
+        self._headers = [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()]
+
+    @property
+    def prepared(self) -> bool:
+        return self._headers is not None
+
+    async def write(self, body: bytes, *, more: bool = True) -> None:
+        """Send bytes; waits while the client reads slowly."""
+        if not self.started:
+            assert self._headers is not None
+            self.started = True
+            await self._send({"type": "http.response.start", "status": self._status, "headers": self._headers})
+        self.written_at = asyncio.get_running_loop().time()
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+Handler = Callable[[Wire], Awaitable[None]]
+
+
+class Exchange(Response):
+    """An ASGI response that runs `handler`. `keep_alive` is sent after `silence_seconds` without a write, once headers are prepared."""
+
+    def __init__(self, handler: Handler, *, silence_seconds: float, keep_alive: bytes | None) -> None:
+        self.status_code = 200
+        self.background = None
+        self._handler = handler
+        self._silence_seconds = silence_seconds
+        self._keep_alive = keep_alive
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        wire = Wire(send)
+        work = asyncio.ensure_future(self._handler(wire))
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            while not work.done() and not gone.done():
+                await asyncio.wait({work, gone}, timeout=self._silence_seconds, return_when=asyncio.FIRST_COMPLETED)
+                if not work.done() and not gone.done():
+                    await self._break_silence(wire)
+        finally:
+            gone.cancel()
+            work.cancel()
+            with suppress(asyncio.CancelledError):
+                await work
+
+    async def _break_silence(self, wire: Wire) -> None:
+        silent = asyncio.get_running_loop().time() - wire.written_at
+        if self._keep_alive is not None and wire.prepared and silent >= self._silence_seconds:
+            await wire.write(self._keep_alive)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while True:
+        message: Message = await receive()
+        if message["type"] == "http.disconnect":
+            return

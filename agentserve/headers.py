@@ -1,0 +1,48 @@
+"""Response headers, and JSON written through a `Wire`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from agentserve.exchange import Wire
+from agentserve.turns import Plan
+from prefix_cache.hits import TurnHits
+
+JSON: Mapping[str, str] = {"content-type": "application/json"}
+EVENT_STREAM: Mapping[str, str] = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+
+
+def plan_headers(plan: Plan, hits: TurnHits | None = None) -> dict[str, str]:
+    """Session, kind of turn and hit figures in tokens. Unknown figures are absent; `hits` adds what only the end of a turn knows."""
+    known = hits or plan.hits
+    figures = {
+        "x-agentserve-ceiling-tokens": known.ceiling,
+        "x-agentserve-ceiling-block-tokens": known.ceiling_blocks,
+        "x-agentserve-predicted-tokens": known.predicted,
+        "x-agentserve-cached-tokens": known.actual,
+    }
+    return {
+        "x-agentserve-session": plan.session_id,
+        "x-agentserve-turn": plan.kind.value,
+        "x-agentserve-prompt-tokens": str(plan.num_prompt_tokens),
+        **{name: str(value) for name, value in figures.items() if value is not None},
+    }
+
+
+async def write_json(wire: Wire, body: Any, *, status: int, headers: Mapping[str, str]) -> None:
+    """Send a whole JSON answer."""
+    wire.prepare(status, {**JSON, **headers})
+    await wire.write(msgspec.json.encode(body), more=False)
+
+
+def json_response(body: Any) -> Response:
+    """A JSON answer for a plain route."""
+    return Response(msgspec.json.encode(body), media_type="application/json")

@@ -1,0 +1,240 @@
+"""The ledger: every history that was ever served, as a tree of steps with the exact token ids that stood for them.
+
+A step is one item, or the tool results that stand together (they share a block, so they are encoded as one text).
+
+A path from a head to a node is a branch; edits, regenerations, retries and sub-agents are branches that share their prefix. Ids are
+appended and never changed, so a prompt built from a path starts with what the engine computed for that path before.
+
+Histories are found in two ways. By bytes: the running digest of the messages as a client sent them leads straight to the node where the
+last such request ended, so a turn reads only what is new. By meaning: step by step through the tree, for what the client wrote in
+another form. Nothing here renders or tokenises.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+import xxhash
+
+from model.conversation import AssistantItem, Head, Item, SystemItem, ToolResultItem, UserItem, meaning
+
+Step: TypeAlias = Sequence[Item]
+
+MAX_CHAINS = 8
+"""Client forms remembered per node; a client that re-serialises in ever new ways is still matched by meaning."""
+
+
+class Node:
+    """One step of a history (or the head), and the ids from the end of its parent to its own end.
+
+    `end` counts the tokens from the start of the prompt to the end of this node. A generated node holds the generation prompt and the
+    generated ids as the engine sent them. `holds` counts the turns and session tips that keep it alive, `owner` is the session whose
+    turn ended here last.
+    """
+
+    __slots__ = (
+        "chains",
+        "children",
+        "depth",
+        "end",
+        "generated",
+        "head",
+        "holds",
+        "ids",
+        "meaning",
+        "owner",
+        "parent",
+        "reasoning",
+        "shape",
+    )
+
+    def __init__(self, parent: Node | None, step: Step | Head, ids: array[int], *, generated: bool = False) -> None:
+        self.parent = parent
+        self.children: dict[bytes, list[Node]] = {}
+        self.meaning = _meaning(step)
+        self.reasoning = _reasoning_digest(step)
+        self.shape = None if isinstance(step, Head) else shape(step[-1])
+        self.head: Head = step if isinstance(step, Head) else parent.head if parent else Head()
+        self.ids = ids
+        self.end: int = len(ids) + (parent.end if parent else 0)
+        self.depth: int = parent.depth + 1 if parent else 0
+        self.generated = generated
+        self.chains: list[bytes] = []
+        self.holds = 0
+        self.owner: str | None = None
+
+    def path(self) -> list[Node]:
+        """The nodes from the head to this one."""
+        nodes: list[Node] = []
+        node: Node | None = self
+        while node is not None:
+            nodes.append(node)
+            node = node.parent
+        nodes.reverse()
+        return nodes
+
+
+def shape(item: Item) -> Item:
+    """`item` without its texts: what a chat format may ask of the item before."""
+    match item:
+        case AssistantItem(_, _, calls):
+            return AssistantItem(calls=tuple(replace(call, arguments={}) for call in calls))
+        case ToolResultItem(call_id, _):
+            return ToolResultItem(call_id, "")
+        case UserItem():
+            return UserItem("")
+        case SystemItem():
+            return SystemItem("")
+
+
+def _meaning(step: Step | Head) -> bytes:
+    if isinstance(step, Head):
+        return meaning(step)
+    if len(step) == 1:
+        return meaning(step[0])
+    return xxhash.xxh3_128_digest(b"".join(map(meaning, step)))
+
+
+def _reasoning_digest(step: Step | Head) -> bytes | None:
+    if isinstance(step, Head) or not isinstance(item := step[0], AssistantItem) or not (item.reasoning or "").strip():
+        return None
+    assert item.reasoning is not None
+    return xxhash.xxh3_128_digest(item.reasoning.strip().encode("utf-8", "surrogatepass"))
+
+
+def common_ancestor(one: Node, other: Node) -> Node | None:
+    """The deepest node on both paths; None if their heads differ."""
+    a: Node | None = one
+    b: Node | None = other
+    while a is not b:
+        if a is None or b is None:
+            return None
+        if a.depth >= b.depth:
+            a = a.parent
+        else:
+            b = b.parent
+    return a
+
+
+class Ledger:
+    """The histories of one namespace (one API key). Not thread-safe: used from the event loop only."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self.num_nodes = 0
+        self._heads: dict[bytes, Node] = {}
+        self._chains: dict[bytes, Node] = {}
+
+    def find(self, chain: Sequence[bytes]) -> tuple[Node, int] | None:
+        """The node where the longest known run of message digests ends, and how many digests that run has; None if none is known."""
+        for count in range(len(chain), 0, -1):
+            node = self._chains.get(chain[count - 1])
+            if node is not None:
+                return node, count
+        return None
+
+    def find_head(self, head: Head) -> Node | None:
+        """The node of an equal head."""
+        return self._heads.get(meaning(head))
+
+    def follow(self, node: Node, step: Step) -> Node | None:
+        """The child of `node` that means the same as `step`, the latest first; None if there is none.
+
+        Reasoning must agree where the client sends one; a client that leaves it out matches any.
+        """
+        candidates = node.children.get(_meaning(step))
+        if not candidates:
+            return None
+        reasoning = _reasoning_digest(step)
+        for child in reversed(candidates):
+            if reasoning is None or child.reasoning == reasoning:
+                return child
+        return None
+
+    def add_head(self, head: Head, ids: Sequence[int]) -> Node:
+        """The node of `head`; made if it is not known."""
+        known = self.find_head(head)
+        if known is not None:
+            return known
+        node = Node(None, head, array("I", ids))
+        self._heads[node.meaning] = node
+        self._count(node, 1)
+        return node
+
+    def append(self, parent: Node, step: Step, ids: Sequence[int], *, generated: bool = False) -> Node:
+        """A new child of `parent`. A generated one is always new; any other that is there already is returned instead."""
+        if not generated:
+            known = self.follow(parent, step)
+            if known is not None:
+                return known
+        node = Node(parent, step, array("I", ids), generated=generated)
+        parent.children.setdefault(node.meaning, []).append(node)
+        self._count(node, 1)
+        return node
+
+    def remember(self, chain: bytes, node: Node) -> None:
+        """Let `chain`, the digest of a client's messages up to `node`, lead to `node` from now on."""
+        if self._chains.get(chain) is node:
+            return
+        self._chains[chain] = node
+        node.chains.append(chain)
+        if len(node.chains) > MAX_CHAINS:
+            self._forget_chain(node.chains.pop(0), node)
+
+    def hold(self, node: Node) -> None:
+        """Keep `node` and its path. Every hold needs its `release`."""
+        node.holds += 1
+
+    def release(self, node: Node) -> None:
+        """Give up a hold; what nobody holds and nothing follows is forgotten, leaf by leaf."""
+        assert node.holds > 0, "released more often than held"
+        node.holds -= 1
+        leaf: Node | None = node
+        while leaf is not None and not leaf.holds and not leaf.children:
+            leaf = self._drop(leaf)
+
+    def nodes(self) -> Iterator[Node]:
+        """All nodes, parents first."""
+        stack = list(self._heads.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            for same in node.children.values():
+                stack.extend(same)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if counts or links do not agree; for tests and when idle."""
+        nodes = list(self.nodes())
+        assert self.num_nodes == len(nodes)
+        assert self.num_tokens == sum(len(node.ids) for node in nodes)
+        for node in nodes:
+            assert node.end == len(node.ids) + (node.parent.end if node.parent else 0)
+            assert all(child.parent is node for same in node.children.values() for child in same)
+            assert node.children or node.holds, "a leaf that nobody holds"
+        alive = set(map(id, nodes))
+        assert all(id(node) in alive for node in self._chains.values())
+
+    def _drop(self, node: Node) -> Node | None:
+        parent = node.parent
+        if parent is None:
+            del self._heads[node.meaning]
+        else:
+            same = parent.children[node.meaning]
+            same.remove(node)
+            if not same:
+                del parent.children[node.meaning]
+        for chain in node.chains:
+            self._forget_chain(chain, node)
+        self._count(node, -1)
+        return parent
+
+    def _forget_chain(self, chain: bytes, node: Node) -> None:
+        if self._chains.get(chain) is node:
+            del self._chains[chain]
+
+    def _count(self, node: Node, sign: int) -> None:
+        self.num_nodes += sign
+        self.num_tokens += sign * len(node.ids)

@@ -1,0 +1,68 @@
+"""What this server exports in Prometheus form; docs/reference/metrics.md defines each name.
+
+Counters are sums of tokens, so that a rate is a sum over a sum. No id is ever a label.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from agentserve.turns import Outcome, Plan
+from prefix_cache.hits import Cause
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+
+
+class Metrics:
+    """One registry per server, built where the server is built."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.turns = self._counter("turns", "Turns that ended with an answer, by how the prompt relates to its history", "kind")
+        self.failed_turns = self._counter("failed_turns", "Turns that ended without one, by the error's kind", "kind")
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of answered turns")
+        self.encoded_tokens = self._counter("encoded_tokens", "Prompt tokens that had to be tokenised")
+        self.generated_tokens = self._counter("generated_tokens", "Generated tokens")
+        self.ceiling_tokens = self._counter("ceiling_tokens", "Prompt tokens computed before by any request (exact tokens)")
+        self.ceiling_block_tokens = self._counter("ceiling_block_tokens", "The same in whole KV blocks")
+        self.predicted_tokens = self._counter("predicted_tokens", "Prompt tokens predicted to be cached, where the mirror is in step")
+        self.cached_tokens = self._counter("cached_tokens", "Prompt tokens that the engine took from its cache")
+        self.known_prompt_tokens = self._counter("known_prompt_tokens", "Prompt tokens of turns whose cached tokens the engine reported")
+        self.missed_tokens = self._counter("missed_tokens", "Prompt tokens computed by the engine, by cause", "cause")
+        self.first_token = Histogram(
+            "agentserve_time_to_first_token_seconds", "From request to first generated token", registry=self.registry, buckets=SECONDS
+        )
+        self.queue = Histogram("agentserve_queue_seconds", "Waiting for a ticket", registry=self.registry, buckets=SECONDS)
+        for cause in Cause:
+            self.missed_tokens.labels(cause.value)
+
+    def watch(self, name: str, help_text: str, read: Callable[[], float]) -> None:
+        """Export a gauge that is read at each scrape."""
+        Gauge(f"agentserve_{name}", help_text, registry=self.registry).set_function(read)
+
+    def answered(self, plan: Plan, outcome: Outcome) -> None:
+        """Count a finished turn."""
+        hits = outcome.hits
+        self.turns.labels(plan.kind.value).inc()
+        self.prompt_tokens.inc(hits.num_prompt_tokens)
+        self.encoded_tokens.inc(plan.num_encoded_tokens)
+        self.generated_tokens.inc(outcome.num_generated_tokens)
+        self.ceiling_tokens.inc(hits.ceiling)
+        if hits.ceiling_blocks is not None:
+            self.ceiling_block_tokens.inc(hits.ceiling_blocks)
+        if hits.predicted is not None:
+            self.predicted_tokens.inc(hits.predicted)
+        if hits.actual is not None:
+            self.cached_tokens.inc(hits.actual)
+            self.known_prompt_tokens.inc(hits.num_prompt_tokens)
+        for cause, tokens in (hits.missed or {}).items():
+            self.missed_tokens.labels(cause.value).inc(tokens)
+
+    def text(self) -> bytes:
+        """The exposition text."""
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
+        return Counter(f"agentserve_{name}", help_text, labels, registry=self.registry)

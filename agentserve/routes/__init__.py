@@ -1,0 +1,1 @@
+"""HTTP routes: parse, hand over to `turns`, write the answer. Nothing is decided here."""

@@ -1,0 +1,70 @@
+"""Sessions: list, look at, end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from agentserve.errors import NotFound
+from agentserve.headers import json_response
+from agentserve.server import Server
+from agentserve.sessions import Session
+from prefix_cache.hits import HitTotals
+
+
+def router(server: Server) -> APIRouter:
+    """The session routes; each caller sees its own namespace only."""
+    routes = APIRouter()
+
+    @routes.get("/v1/sessions")
+    async def sessions(request: Request) -> Response:
+        namespace = server.namespace(request.headers)
+        return json_response({"object": "list", "data": [describe(session) for session in reversed(namespace.sessions.values())]})
+
+    @routes.get("/v1/sessions/{session_id:path}")
+    async def session(request: Request, session_id: str) -> Response:
+        return json_response(describe(_find(server, request, session_id)))
+
+    @routes.delete("/v1/sessions/{session_id:path}")
+    async def end_session(request: Request, session_id: str) -> Response:
+        found = _find(server, request, session_id)
+        server.namespace(request.headers).forget(found)
+        return json_response({"object": "session.deleted", "id": found.id, "deleted": True})
+
+    return routes
+
+
+def describe(session: Session) -> dict[str, Any]:
+    """A session as JSON."""
+    return {
+        "object": "session",
+        "id": session.id,
+        "parent": session.parent,
+        "running_turns": session.running,
+        "turns": session.num_turns,
+        "turns_by_kind": {kind.value: count for kind, count in session.num_by_kind.items()},
+        "context_tokens": max((tip.end for tip in session.tips), default=0),
+        "branches": len(session.tips),
+        "hits": describe_totals(session.totals),
+    }
+
+
+def describe_totals(totals: HitTotals) -> dict[str, Any]:
+    """Sums and rates; a rate without known turns is null."""
+    return {
+        "prompt_tokens": totals.num_prompt_tokens,
+        "ceiling_hit_rate": totals.ceiling_hit_rate,
+        "ceiling_block_hit_rate": totals.ceiling_block_hit_rate,
+        "predicted_hit_rate": totals.predicted_hit_rate,
+        "actual_hit_rate": totals.actual_hit_rate,
+        "coverage": totals.coverage,
+        "missed_tokens": {cause.value: tokens for cause, tokens in totals.missed.items()},
+    }
+
+
+def _find(server: Server, request: Request, session_id: str) -> Session:
+    session = server.namespace(request.headers).sessions.get(session_id)
+    if session is None:
+        raise NotFound(f"no session {session_id!r}; GET /v1/sessions lists them", code="session_not_found")
+    return session

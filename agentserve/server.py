@@ -1,0 +1,51 @@
+"""The parts of a running server, built in one place and handed down."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from agentserve.cache import CacheBooks
+from agentserve.engines import Engine
+from agentserve.errors import NotFound, Unauthorized
+from agentserve.metrics import Metrics
+from agentserve.sessions import Namespace, Namespaces
+from agentserve.settings import Settings
+from agentserve.turns import Turns
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """What the routes work with. `created` in Unix seconds."""
+
+    settings: Settings
+    engine: Engine
+    turns: Turns
+    namespaces: Namespaces
+    books: CacheBooks
+    metrics: Metrics
+    created: int
+
+    @property
+    def model_name(self) -> str:
+        """The model's name towards clients."""
+        return self.settings.model_name or self.engine.info.model
+
+    def namespace(self, headers: Mapping[str, str]) -> Namespace:
+        """The caller's namespace. Raises Unauthorized if keys are configured and none of them was sent."""
+        keys = self.settings.api_keys
+        if not keys:
+            return self.namespaces.of(None)
+        sent = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
+        for key in keys:
+            if hmac.compare_digest(sent.encode(), key.get_secret_value().encode()):
+                return self.namespaces.of(key.get_secret_value())
+        raise Unauthorized("send one of the configured API keys as 'Authorization: Bearer KEY' or 'x-api-key: KEY'")
+
+    def check_model(self, name: str | None) -> None:
+        """Raise NotFound for a model that is not served; no name is fine."""
+        if name is not None and name not in (self.model_name, self.engine.info.model):
+            raise NotFound(
+                f"The model {name!r} does not exist; this server serves {self.model_name!r}.", param="model", code="model_not_found"
+            )

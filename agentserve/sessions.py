@@ -1,0 +1,194 @@
+"""Sessions: who works on which branches, and what each has cost. One `Namespace` per API key; nothing crosses it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from agentserve.identity import Identity
+from agentserve.ledger import Ledger, Node, common_ancestor
+from agentserve.prompt import FlatPrompt
+from prefix_cache.hits import HitTotals
+
+MAX_TIPS = 16
+"""Branches of one session that are remembered; the least recently used is given up first."""
+
+
+class TurnKind(StrEnum):
+    """How a turn's prompt relates to what its session had before."""
+
+    FIRST = "first"
+    """The session has no turn yet."""
+    EXACT = "exact"
+    """It starts with an earlier prompt and everything generated for it."""
+    EDITED = "edited"
+    """The client changed its history: the prompt leaves it at an earlier item."""
+    RETRY = "retry"
+    """The client took back its last turns and asks again."""
+    INEXACT = "inexact"
+    """It goes on from the session's history, but holds an answer that this server has no ids of; those are encoded from text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Relation:
+    """A turn's kind, and where its history ends: `history_tokens` were computed of it, of which the prompt keeps `shared_tokens`."""
+
+    kind: TurnKind
+    history_tokens: int = 0
+    shared_tokens: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One agent's work. `tips` are the ends of its branches, the latest last; each is held in the ledger. Times in seconds."""
+
+    id: str
+    parent: str | None
+    prompt: FlatPrompt
+    created: float
+    used: float
+    tips: OrderedDict[Node, None] = field(default_factory=OrderedDict)
+    running: int = 0
+    num_turns: int = 0
+    num_by_kind: dict[TurnKind, int] = field(default_factory=dict)
+    totals: HitTotals = field(default_factory=HitTotals)
+
+    def relation(self, node: Node, *, more: bool, foreign: bool) -> Relation:
+        """How a prompt that matched up to `node` relates to this session.
+
+        `more`: new items follow `node`; `foreign`: an assistant item is among them.
+        """
+        best, shared = self._nearest_tip(node)
+        if best is None:
+            return Relation(TurnKind.FIRST)
+        history = best.end - 1  # the last sampled token has no KV yet
+        if shared is best:
+            return Relation(TurnKind.INEXACT if foreign else TurnKind.EXACT, history, history)
+        kept = min(shared.end if shared is not None else 0, history)
+        retry = shared is node and not more
+        return Relation(TurnKind.RETRY if retry else TurnKind.EDITED, history, kept)
+
+    def _nearest_tip(self, node: Node) -> tuple[Node | None, Node | None]:
+        best: Node | None = None
+        best_shared: Node | None = None
+        for tip in reversed(self.tips):
+            shared = common_ancestor(tip, node)
+            if best is None or (shared.depth if shared else -1) > (best_shared.depth if best_shared else -1):
+                best, best_shared = tip, shared
+            if shared is tip:
+                break
+        return best, best_shared
+
+
+class Namespace:
+    """The sessions and the ledger of one API key. `salt` goes to the engine as cache_salt; None shares prefixes."""
+
+    def __init__(self, salt: str | None, block_size: int) -> None:
+        self.salt = salt
+        self.ledger = Ledger()
+        self.sessions: OrderedDict[str, Session] = OrderedDict()
+        self._block_size = block_size
+
+    def resolve(self, identity: Identity, node: Node | None, now: float, new_id: Callable[[], str]) -> Session:
+        """The session that a request belongs to: by its id, else the last one that went through `node`, else a new one."""
+        wanted = identity.session or self._owner(node) or new_id()
+        session = self.sessions.get(wanted)
+        if session is None:
+            salt = self.salt.encode() if self.salt else b""
+            session = Session(wanted, identity.parent, FlatPrompt(self._block_size, salt), now, now)
+            self.sessions[wanted] = session
+        session.used = now
+        self.sessions.move_to_end(wanted)
+        return session
+
+    def advance(self, session: Session, node: Node) -> None:
+        """Make `node` the session's latest tip; a tip that it continues is replaced."""
+        before = node.parent
+        while before is not None and before not in session.tips:
+            before = before.parent
+        if before is not None:
+            del session.tips[before]
+        self.ledger.hold(node)
+        session.tips[node] = None
+        node.owner = session.id
+        if before is not None:
+            self.ledger.release(before)
+        if len(session.tips) > MAX_TIPS:
+            self.ledger.release(session.tips.popitem(last=False)[0])
+
+    def forget(self, session: Session) -> None:
+        """Drop a session and what only it held."""
+        self.sessions.pop(session.id, None)
+        session.prompt = FlatPrompt(self._block_size)
+        while session.tips:
+            self.ledger.release(session.tips.popitem()[0])
+
+    def _owner(self, node: Node | None) -> str | None:
+        while node is not None:
+            if node.owner is not None and node.owner in self.sessions:
+                return node.owner
+            node = node.parent
+        return None
+
+
+class Namespaces:
+    """All namespaces of a server, and the limits over them. `share`: keys may share cached prefixes at the engine."""
+
+    def __init__(self, *, block_size: int, max_tokens: int, idle_seconds: float, share: bool) -> None:
+        self._block_size = block_size
+        self._max_tokens = max_tokens
+        self._idle_seconds = idle_seconds
+        self._share = share
+        self._by_name: dict[str, Namespace] = {}
+
+    def of(self, api_key: str | None) -> Namespace:
+        """The namespace of a key; None where no keys are configured."""
+        name = hashlib.sha256(api_key.encode()).hexdigest() if api_key is not None else ""
+        namespace = self._by_name.get(name)
+        if namespace is None:
+            salt = name if api_key is not None and not self._share else None
+            namespace = self._by_name[name] = Namespace(salt, self._block_size)
+        return namespace
+
+    def __iter__(self) -> Iterator[Namespace]:
+        return iter(self._by_name.values())
+
+    @property
+    def num_sessions(self) -> int:
+        return sum(len(namespace.sessions) for namespace in self)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(namespace.ledger.num_tokens for namespace in self)
+
+    def trim(self, now: float) -> int:
+        """Forget sessions idle for too long, then the longest idle ones while over the token limit. Returns how many."""
+        count = 0
+        for namespace in self:
+            for session in list(namespace.sessions.values()):
+                if now - session.used <= self._idle_seconds:
+                    break
+                count += self._forget(namespace, session)
+        while self.num_tokens > self._max_tokens:
+            oldest = min(filter(None, map(_longest_idle, self)), default=None, key=lambda row: row[1].used)
+            if oldest is None:
+                break
+            oldest[0].forget(oldest[1])
+            count += 1
+        return count
+
+    def _forget(self, namespace: Namespace, session: Session) -> bool:
+        if session.running:
+            return False
+        namespace.forget(session)
+        return True
+
+
+def _longest_idle(namespace: Namespace) -> tuple[Namespace, Session] | None:
+    for session in namespace.sessions.values():  # in order of use
+        if not session.running:
+            return namespace, session
+    return None

@@ -1,0 +1,152 @@
+"""All settings, once: flags, environment names and the reference page derive from these classes.
+
+Precedence: flag > environment (`AGENTSERVE_ENGINE__URL`) > file (TOML, `--config`) > default. Unknown names are refused.
+Only this module reads the environment.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+
+from agentserve.errors import SetupError
+
+PREFIX = "AGENTSERVE_"
+FOREIGN = (f"{PREFIX}REPLAY_", f"{PREFIX}TRACES")
+"""Environment names that the replay tools and the tests own."""
+
+
+class Part(BaseModel):
+    """A group of settings; immutable, unknown names refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class EngineSettings(Part):
+    url: str | None = Field(None, description="Base URL of a running vLLM; without it the embedded CPU engine is started.")
+    api_key: SecretStr | None = Field(None, description="Bearer token for the engine.")
+    model_folder: Path | None = Field(
+        None, description="Folder with the served model's tokenizer; default: the folder that the engine names, if it is on this machine."
+    )
+    chat_format: str = Field("auto", description="Chat format by name, or auto: chosen by the tokenizer's control tokens.")
+    events: str | None = Field(None, description="ZMQ endpoint of the engine's KV events; the embedded engine sets its own.")
+    events_replay: str | None = Field(None, description="ZMQ endpoint of the engine's KV event replay.")
+    events_topic: str = Field("kv-events", description="Topic of the engine's KV events.")
+    start_seconds: float = Field(300.0, gt=0, description="How long to wait for the engine to answer at start, seconds.")
+    kv_tokens: int = Field(262_144, ge=256, description="KV capacity of the embedded engine, tokens; small values make evictions happen.")
+    block_size: int = Field(128, ge=32, multiple_of=32, description="KV block size of the embedded engine, tokens.")
+    max_model_len: int = Field(131_072, ge=256, description="Context length of the embedded engine, tokens (cut to its KV capacity).")
+
+
+class LimitSettings(Part):
+    body_bytes: int = Field(64 << 20, ge=1024, description="Largest request body, bytes; above it 413.")
+    body_seconds: float = Field(30.0, gt=0, description="A request body must arrive within this time, seconds; else 408.")
+    running_turns: int = Field(1024, ge=1, description="Turns at the engine at once; more wait in the queue.")
+    queued_turns: int = Field(10_000, ge=0, description="Turns that may wait; above it 429 with Retry-After.")
+    keep_alive_seconds: float = Field(5.0, gt=0, description="Longest silence of a stream before a keep-alive comment, seconds.")
+
+
+class SessionSettings(Part):
+    ledger_tokens: int = Field(256_000_000, ge=1, description="Tokens that all ledgers may hold (15 bytes each); idle sessions go first.")
+    idle_seconds: float = Field(6 * 3600.0, gt=0, description="A session unused for this long is forgotten, seconds.")
+    ceiling_tokens: int = Field(512_000_000, ge=1, description="Tokens that the ceiling index remembers (about 5 bytes each).")
+
+
+class Settings(BaseSettings):
+    """Everything that can be set. Built once in `__main__`, handed down in parts."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, env_nested_delimiter="__", frozen=True, extra="forbid", nested_model_default_partial_update=True
+    )
+
+    host: str = Field("127.0.0.1", description="Address to listen on.")
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    api_keys: tuple[SecretStr, ...] = Field((), description="Keys that clients may use; none: open. Sessions never cross keys.")
+    share_prefixes: bool = Field(False, description="Let different API keys share cached prefixes (no cache salt).")
+    model_name: str | None = Field(None, description="Model name shown to clients; default: the engine's.")
+    cache_folder: Path = Field(
+        Path.home() / ".cache" / "agentserve", description="Where the generated nano model and the engine's log are kept."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged (JSON on stderr).")
+    engine: EngineSettings = EngineSettings()
+    limits: LimitSettings = LimitSettings()
+    sessions: SessionSettings = SessionSettings()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags, environment, file; no dotenv and no secrets folder."""
+        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
+
+
+def leaves(model: type[BaseModel] = Settings, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
+    """Each setting as (path of names, field): ("engine", "url") is `--engine-url` and `AGENTSERVE_ENGINE__URL`."""
+    for name, info in model.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Part):
+            yield from leaves(info.annotation, (*prefix, name))
+        else:
+            yield (*prefix, name), info
+
+
+def flag(path: tuple[str, ...]) -> str:
+    """The command-line flag of a setting."""
+    return "--" + "-".join(path).replace("_", "-")
+
+
+def environment_name(path: tuple[str, ...]) -> str:
+    """The environment variable of a setting."""
+    return PREFIX + "__".join(path).upper()
+
+
+def load(flags: Mapping[tuple[str, ...], Any], config: Path | None = None) -> Settings:
+    """The settings from flags (by path), environment and file.
+
+    Raises SetupError naming the setting at fault, also for an unknown AGENTSERVE_ name in the environment.
+    """
+    _refuse_unknown_environment()
+    if config is not None and not config.is_file():
+        raise SetupError(f"no config file at {str(config)!r}")
+    nested: dict[str, Any] = {}
+    for path, value in flags.items():
+        part = nested
+        for name in path[:-1]:
+            part = part.setdefault(name, {})
+        part[path[-1]] = value
+
+    class FromFile(Settings):
+        model_config = SettingsConfigDict(toml_file=config)
+
+    try:
+        return FromFile(**nested)
+    except ValueError as error:
+        raise SetupError(_explain(error)) from error
+
+
+def _refuse_unknown_environment() -> None:
+    known = {environment_name(path) for path, _ in leaves()}
+    for name in os.environ:
+        if name.startswith(PREFIX) and name not in known and not name.startswith(FOREIGN):
+            raise SetupError(f"unknown setting {name!r} in the environment; `agentserve settings` lists the known ones")
+
+
+def _explain(error: ValueError) -> str:
+    if not isinstance(error, ValidationError):
+        return f"settings: {error}"
+    lines = []
+    for one in error.errors():
+        path = tuple(str(part) for part in one["loc"])
+        shown = f" (given: {one['input']!r})" if one["type"] != "extra_forbidden" else ""
+        lines.append(f"{flag(path)} ({environment_name(path)}): {one['msg']}{shown}")
+    return "settings: " + "; ".join(lines)

@@ -1,0 +1,52 @@
+"""`python -m benchmarks NAME`: run one benchmark, print its table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+from rich.console import Console
+
+from benchmarks import overhead, turn_cost
+from benchmarks.client import BadAnswer
+from benchmarks.contenders import ContenderFailed
+from benchmarks.report import CACHE_FOLDER, Benchmark, Options, show, write_json
+
+BENCHMARKS: dict[str, Benchmark] = {
+    "overhead": overhead.measure,
+    "turn_cost": turn_cost.measure,
+}
+
+app = App(name="benchmarks", help="Benchmarks: each prints one table with ratios, all measured in one run.")
+
+
+@app.default
+def run(
+    name: Annotated[str, Parameter(help=f"One of: {', '.join(BENCHMARKS)}.")],
+    *,
+    json: Annotated[Path | None, Parameter(help="Also write the table and its environment here.")] = None,
+    quick: Annotated[bool, Parameter(help="Measure less, for a first look.")] = False,
+    contenders: Annotated[
+        tuple[str, ...], Parameter(help="Servers that take part (repeat the flag); default: those of the benchmark.")
+    ] = (),
+    cache_folder: Annotated[Path, Parameter(help="Where peers are installed.")] = CACHE_FOLDER,
+) -> int:
+    """Run benchmark NAME."""
+    benchmark = BENCHMARKS.get(name)
+    if benchmark is None:
+        Console(stderr=True).print(f"no benchmark {name!r}; there are: {', '.join(BENCHMARKS)}")
+        return 2
+    try:
+        result = benchmark(Options(quick=quick, contenders=contenders, cache_folder=cache_folder))
+    except (BadAnswer, ContenderFailed) as error:
+        Console(stderr=True).print(str(error), markup=False)
+        return 1
+    show(result)
+    if json is not None:
+        write_json(result, json)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(app())

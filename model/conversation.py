@@ -1,0 +1,107 @@
+"""What a conversation means, apart from any dialect and any token.
+
+Three dialects are parsed into these items, one chat format renders them. Items are values: two items with equal fields mean the
+same thing to the model. `meaning()` is the identity that the ledger matches by; it leaves out what clients are known to lose.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import msgspec
+import xxhash
+
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call; `parameters` is its JSON schema."""
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Json] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call by the model. `arguments` is the parsed JSON object, or the raw text where the model's text is not JSON."""
+
+    id: str
+    name: str
+    arguments: dict[str, Json] | str
+
+
+@dataclass(frozen=True, slots=True)
+class SystemItem:
+    """A system message that is not part of the head (a later one keeps its place)."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class UserItem:
+    """Text by the user, byte for byte."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class AssistantItem:
+    """What the model said in one turn: reasoning, then text, then calls. `reasoning` None means the client did not say."""
+
+    text: str = ""
+    reasoning: str | None = None
+    calls: tuple[ToolCall, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResultItem:
+    """The result of one call, byte for byte. Results of one assistant turn stand in call order."""
+
+    call_id: str
+    text: str
+
+
+Item: TypeAlias = SystemItem | UserItem | AssistantItem | ToolResultItem
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What stands before the first item: leading system text (already joined) and the tools offered."""
+
+    system: str = ""
+    tools: tuple[Tool, ...] = ()
+
+
+def canonical_json(value: Json) -> str:
+    """`value` with sorted keys and no spaces, so that equal values give equal text. True and 1 stay different, and so do 1 and 1.0."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def _call_key(call: ToolCall) -> list[str]:
+    if isinstance(call.arguments, dict):
+        return [call.name, canonical_json(call.arguments)]
+    return [call.name, "text", call.arguments]
+
+
+def meaning(item: Item | Head) -> bytes:
+    """16 bytes that are equal for items of equal meaning.
+
+    Left out: an assistant's reasoning (compared apart, as clients drop it), the ids of calls and outer white space of assistant text.
+    """
+    parts: list[Json]
+    match item:
+        case UserItem(text):
+            parts = ["user", text]
+        case ToolResultItem(_, text):
+            parts = ["tool", text]
+        case AssistantItem(text, _, calls):
+            parts = ["assistant", text.strip(), [[*_call_key(call)] for call in calls]]
+        case SystemItem(text):
+            parts = ["system", text]
+        case Head(system, tools):
+            parts = ["head", system, [[t.name, t.description, canonical_json(t.parameters)] for t in tools]]
+    return xxhash.xxh3_128_digest(msgspec.json.encode(parts))

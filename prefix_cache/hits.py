@@ -1,0 +1,164 @@
+"""Hit accounting: what a prompt could have had, what it had, and why the rest was missed. All in tokens of the prompt.
+
+ceiling          longest prefix already computed by any request of this deployment (unlimited cache, exact tokens)
+ceiling_blocks   the same in whole blocks, at most num_prompt_tokens − 1 (an engine always computes the last token)
+predicted        what the mirror says is resident; None without a mirror
+actual           the engine's num_cached_tokens; None where the engine does not say
+
+missed = num_prompt_tokens − actual, split into causes that add up to it exactly. Rates are sums over sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Cause(StrEnum):
+    """Why a token of a prompt was computed again, or for the first time."""
+
+    NEW = "new"
+    """Never seen before."""
+    CLIENT_EDIT = "client_edit"
+    """The client changed its history; these tokens would have been a hit without the change."""
+    VOLATILE = "volatile"
+    """A difference that the canonicaliser knows and was told to pass."""
+    TAIL = "tail"
+    """Computed before, but in no whole block; the last token of a prompt always."""
+    IN_FLIGHT = "in_flight"
+    """Another request was still computing it."""
+    EVICTED = "evicted"
+    """It was resident and its removal was announced."""
+    OFFLOAD_MISSING = "offload_missing"
+    """Expected in an offload tier, but expired there or not on every rank."""
+    OTHER_REPLICA = "other_replica"
+    """Resident on a replica that did not get the request."""
+    ISOLATION = "isolation"
+    """Resident under another salt."""
+    RECOMPUTED = "recomputed"
+    """Dropped by a preemption of this very request."""
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class TurnHits:
+    """One request's account, in tokens. None is unknown, not zero. `missed` holds the causes above zero."""
+
+    num_prompt_tokens: int
+    ceiling: int
+    ceiling_blocks: int | None
+    predicted: int | None
+    actual: int | None
+    missed: Mapping[Cause, int] | None
+    num_clamped_tokens: int = 0
+    """By how much the engine's count lay outside 0 to num_prompt_tokens; seen after preemption, and never passed on."""
+
+
+def account(
+    *,
+    num_prompt_tokens: int,
+    ceiling: int,
+    block_size: int | None,
+    actual: int | None = None,
+    predicted: int | None = None,
+    history_tokens: int = 0,
+    shared_tokens: int = 0,
+    volatile_tokens: int = 0,
+    confirmed_evicted: int | None = None,
+    in_flight: int | None = None,
+) -> TurnHits:
+    """Book one request.
+
+    `history_tokens` of this session had been computed, and this prompt left them after `shared_tokens` (equal where nothing was edited);
+    `volatile_tokens` of what follows differ only by something canonicalisable. `confirmed_evicted` and `in_flight` are what is known of
+    the gap between ceiling and hit. Claims larger than their part of the prompt are cut, so that the causes always add up.
+    """
+    num_clamped_tokens = 0
+    if actual is not None:
+        clamped = min(max(actual, 0), num_prompt_tokens)
+        num_clamped_tokens = abs(actual - clamped)
+        actual = clamped
+    # A hit proves that somebody computed it, also before this server came up.
+    ceiling = min(max(ceiling, actual or 0, 0), num_prompt_tokens)
+    ceiling_blocks = None
+    if block_size is not None:
+        aligned = max(0, min(ceiling, num_prompt_tokens - 1)) // block_size * block_size
+        ceiling_blocks = max(aligned, actual or 0)
+    missed = None
+    if actual is not None:
+        edited = max(0, history_tokens - shared_tokens)
+        never_hit = _split(num_prompt_tokens - ceiling, ((Cause.VOLATILE, volatile_tokens), (Cause.CLIENT_EDIT, edited)), rest=Cause.NEW)
+        reachable = ceiling if ceiling_blocks is None else ceiling_blocks
+        lost = _split(reachable - actual, ((Cause.EVICTED, confirmed_evicted), (Cause.IN_FLIGHT, in_flight)), rest=Cause.UNKNOWN)
+        missed = {cause: tokens for cause, tokens in (*never_hit, (Cause.TAIL, ceiling - reachable), *lost) if tokens}
+    return TurnHits(num_prompt_tokens, ceiling, ceiling_blocks, predicted, actual, missed, num_clamped_tokens)
+
+
+def _split(tokens: int, claims: Iterable[tuple[Cause, int | None]], rest: Cause) -> list[tuple[Cause, int]]:
+    """Share `tokens` out to the claims in order, each cut to what is left; what nobody claims goes to `rest`."""
+    shares = []
+    for cause, claimed in claims:
+        share = min(max(claimed or 0, 0), tokens)
+        shares.append((cause, share))
+        tokens -= share
+    return [*shares, (rest, tokens)]
+
+
+@dataclass(slots=True)
+class HitTotals:
+    """Sums over turns, in tokens. Each known part has its own denominator: a turn without a figure is left out, never counted as zero."""
+
+    num_turns: int = 0
+    num_prompt_tokens: int = 0
+    ceiling: int = 0
+    ceiling_blocks: int = 0
+    predicted: int = 0
+    actual: int = 0
+    missed: dict[Cause, int] = field(default_factory=dict)
+    num_clamped_turns: int = 0
+    _aligned_prompt_tokens: int = 0
+    _predicted_prompt_tokens: int = 0
+    _actual_prompt_tokens: int = 0
+
+    def add(self, hits: TurnHits) -> None:
+        self.num_turns += 1
+        self.num_prompt_tokens += hits.num_prompt_tokens
+        self.ceiling += hits.ceiling
+        self.num_clamped_turns += hits.num_clamped_tokens > 0
+        if hits.ceiling_blocks is not None:
+            self.ceiling_blocks += hits.ceiling_blocks
+            self._aligned_prompt_tokens += hits.num_prompt_tokens
+        if hits.predicted is not None:
+            self.predicted += hits.predicted
+            self._predicted_prompt_tokens += hits.num_prompt_tokens
+        if hits.actual is not None:
+            self.actual += hits.actual
+            self._actual_prompt_tokens += hits.num_prompt_tokens
+        for cause, tokens in (hits.missed or {}).items():
+            self.missed[cause] = self.missed.get(cause, 0) + tokens
+
+    @property
+    def ceiling_hit_rate(self) -> float | None:
+        return _rate(self.ceiling, self.num_prompt_tokens)
+
+    @property
+    def ceiling_block_hit_rate(self) -> float | None:
+        return _rate(self.ceiling_blocks, self._aligned_prompt_tokens)
+
+    @property
+    def predicted_hit_rate(self) -> float | None:
+        return _rate(self.predicted, self._predicted_prompt_tokens)
+
+    @property
+    def actual_hit_rate(self) -> float | None:
+        return _rate(self.actual, self._actual_prompt_tokens)
+
+    @property
+    def coverage(self) -> float | None:
+        """Share of all prompt tokens whose actual hit is known, 0 to 1."""
+        return _rate(self._actual_prompt_tokens, self.num_prompt_tokens)
+
+
+def _rate(part: int, whole: int) -> float | None:
+    return part / whole if whole else None

@@ -1,0 +1,250 @@
+"""A guess of what an engine's prefix cache holds, built from its KV events and corrected by the hits that it reports.
+
+Batches are numbered and applied in the order of their numbers, each once. A gap is reported and later batches wait (bounded) until it has
+been replayed or given up. Numbers that start again mean that the engine did: then nothing is resident. After a gap that cannot be replayed
+the mirror is *suspect*: it starts empty, and what it does not know may well be resident. Copies of a block are counted one by one, as stock
+vLLM announces them; its opt-in report of mere reuse looks the same and must stay off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from prefix_cache.blocks import BlockHash
+from prefix_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+from prefix_cache.residency import Residency
+
+FULL_ATTENTION_KINDS = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
+"""KV group kinds whose blocks a hit needs from the first token on. None: an engine that does not say has one such group."""
+
+_NUM_REMEMBERED = 1024
+_NUM_RIGHT_TO_TRUST = 32
+"""So many right predictions in a row, and a suspect mirror is trusted again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Batches `start` up to, not including, `stop` are missing. Ask for a replay from `ask_from`."""
+
+    start: int
+    stop: int
+
+    @property
+    def ask_from(self) -> int:
+        """One before the gap: a batch that we have. If it comes back different, the engine has restarted in between."""
+        return max(0, self.start - 1)
+
+
+class Mirror:
+    """One engine's blocks in one medium. `block_size` in tokens; blocks of another size earn nothing and are counted."""
+
+    def __init__(self, block_size: int, *, medium: str = "GPU", max_blocks: int = 1_000_000, max_held_batches: int = 4096) -> None:
+        assert block_size > 0
+        self.block_size = block_size
+        self.is_suspect = False
+        """Whether blocks may be resident that no event told us of. Ends by a reset, a restart, or predictions that prove right again."""
+        self.event_block_size: int | None = None
+        """The block size that the engine's events carry; a deployment where it differs from `block_size` predicts nothing."""
+        self.num_applied_batches = 0
+        self.num_duplicate_batches = 0
+        self.num_lost_batches = 0
+        self.num_restarts = 0
+        self.num_clears = 0
+        self.num_ignored_events = 0
+        """Events of other media, group kinds, block sizes, and kinds of event not known here."""
+        self.num_under_predictions = 0
+        self.num_over_predictions = 0
+        self.num_contradictions = 0
+        """Misses of blocks whose removal was never announced; each empties the mirror."""
+        self._medium = medium
+        self._max_blocks = max_blocks
+        self._max_held_batches = max_held_batches
+        self._groups: dict[int | None, Residency] = {None: Residency(max_blocks)}
+        """By KV group index; None until the first event says which one it is."""
+        self._next = 0
+        self._last_live = -1
+        self._num_right = 0
+        self._held: dict[int, EventBatch] = {}
+        self._applied: dict[int, float] = {}
+        """Timestamps of the last batches by number: what tells a duplicate from a restart."""
+
+    @property
+    def gap(self) -> Gap | None:
+        """What is missing now; None when all that was seen has been applied."""
+        return Gap(self._next, min(self._held)) if self._held else None
+
+    @property
+    def num_resident_blocks(self) -> int:
+        """Resident blocks by the events; of several KV groups, the smallest."""
+        return min(group.num_blocks for group in self._groups.values())
+
+    @property
+    def num_resident_tokens(self) -> int:
+        return self.num_resident_blocks * self.block_size
+
+    @property
+    def num_unresolved_blocks(self) -> int:
+        """Resident blocks below a parent that is not known; they never match."""
+        return sum(group.num_unresolved_blocks for group in self._groups.values())
+
+    def apply(self, seq: int, batch: EventBatch, *, replayed: bool = False) -> Gap | None:
+        """Take batch number `seq`; return what is missing before the mirror can go on, or None.
+
+        `replayed` marks an answer to a replay request: those come in order, so one beyond the gap proves that the gap cannot be filled.
+        """
+        if seq < self._next:
+            if not self._is_restart(seq, batch, replayed=replayed):
+                self.num_duplicate_batches += 1
+                self._last_live = max(self._last_live, -1 if replayed else seq)
+                return self.gap
+            self._restart(batch)
+        elif replayed and seq > self._next:
+            self._give_up(seq)
+        if not replayed:
+            self._last_live = seq
+        if seq > self._next:
+            self._held[seq] = batch
+            if len(self._held) > self._max_held_batches:
+                self._give_up(min(self._held))
+                self._apply_held()
+            return self.gap
+        self._apply(seq, batch)
+        self._apply_held()
+        return self.gap
+
+    def end_replay(self, asked: Gap) -> Gap | None:
+        """The answer to `asked` is over, or there is none. What it left missing is lost; return what is missing beyond that."""
+        gap = self.gap
+        if gap is not None and asked.start <= gap.start < asked.stop:
+            self._give_up(gap.stop)
+            self._apply_held()
+        return self.gap
+
+    def lose(self, seq: int) -> Gap | None:
+        """Batch `seq` came, but cannot be read."""
+        if seq < self._next:
+            return self.gap
+        self._give_up(seq + 1)
+        self._apply_held()
+        return self.gap
+
+    def restarted(self) -> None:
+        """The engine is known to have restarted: nothing is resident, and its numbers begin at 0."""
+        self.num_restarts += 1
+        self._clear(announced=True)
+        self.is_suspect = False
+        self._next = 0
+        self._last_live = -1
+        self._held.clear()
+        self._applied.clear()
+
+    def match(self, hashes: Sequence[BlockHash], start: int = 0) -> int:
+        """Leading blocks of `hashes` that are resident in every group; the first `start` are taken as resident."""
+        return min(group.match(hashes, start) for group in self._groups.values())
+
+    def predict(self, hashes: Sequence[BlockHash], num_prompt_tokens: int) -> int:
+        """The engine's num_cached_tokens for this prompt, as far as we know: whole blocks, never the last token."""
+        return min(self.match(hashes), max(0, num_prompt_tokens - 1) // self.block_size) * self.block_size
+
+    def was_removed(self, block_hash: BlockHash) -> bool:
+        """Whether the block was resident, is not now, and the engine announced that (as far back as the bounded log goes)."""
+        return any(group.was_removed(block_hash) for group in self._groups.values())
+
+    def learn(self, hashes: Sequence[BlockHash], num_cached_tokens: int, predicted_tokens: int | None = None) -> None:
+        """Correct the guess by a finished request.
+
+        `hashes` are the whole blocks that it computed or reused, `num_cached_tokens` the engine's count of what it reused, and
+        `predicted_tokens` what `predict` said before it was sent (also while suspect: that is how trust returns). All of `hashes` are
+        resident now unless a removal was announced since.
+        """
+        num_hit_blocks = min(num_cached_tokens // self.block_size, len(hashes))
+        if predicted_tokens is not None:
+            self.num_under_predictions += num_cached_tokens > predicted_tokens
+            if num_cached_tokens < predicted_tokens:
+                self.num_over_predictions += 1
+                self._doubt(hashes[num_hit_blocks : num_hit_blocks + 1])
+            self._num_right = self._num_right + 1 if num_cached_tokens == predicted_tokens else 0
+            if self._num_right >= _NUM_RIGHT_TO_TRUST:
+                self.is_suspect = False
+        for group in self._groups.values():
+            group.learn(hashes, num_hit_blocks)
+
+    def _doubt(self, missed: Sequence[BlockHash]) -> None:
+        """A block was missed that we held for resident. Unless events are on their way, the engine dropped blocks without a word."""
+        if self.gap is None and any(group.contradicts(block_hash) for group in self._groups.values() for block_hash in missed):
+            self.num_contradictions += 1
+            self._suspect()
+
+    def _is_restart(self, seq: int, batch: EventBatch, *, replayed: bool) -> bool:
+        known = self._applied.get(seq)
+        if known is not None:
+            return known != batch.timestamp_seconds
+        # Live numbers only rise within one life; those below `_next` are late copies of what a replay has brought.
+        return not replayed and seq <= self._last_live
+
+    def _restart(self, batch: EventBatch) -> None:
+        # Batches that wait may be of the new life already, when this one comes from a replay; those are later than it.
+        held = {seq: other for seq, other in self._held.items() if other.timestamp_seconds > batch.timestamp_seconds}
+        self.restarted()
+        self._held = held
+
+    def _give_up(self, seq: int) -> None:
+        """Go on at `seq` although batches before it are lost: what they removed is not known, so nothing is."""
+        self.num_lost_batches += seq - self._next
+        self._suspect()
+        self._next = seq
+
+    def _suspect(self) -> None:
+        self.is_suspect = True
+        self._num_right = 0
+        self._clear(announced=False)
+
+    def _clear(self, *, announced: bool) -> None:
+        for group in self._groups.values():
+            group.clear(announced=announced)
+
+    def _apply_held(self) -> None:
+        while (batch := self._held.pop(self._next, None)) is not None:
+            self._apply(self._next, batch)
+        for seq in [seq for seq in self._held if seq < self._next]:
+            del self._held[seq]
+
+    def _apply(self, seq: int, batch: EventBatch) -> None:
+        self._next = seq + 1
+        self._applied[seq] = batch.timestamp_seconds
+        if len(self._applied) > _NUM_REMEMBERED:
+            del self._applied[next(iter(self._applied))]
+        self.num_applied_batches += 1
+        self.num_ignored_events += batch.num_unknown_events
+        for event in batch.events:
+            if isinstance(event, BlockStored):
+                self._store(event)
+            elif isinstance(event, BlockRemoved):
+                self._remove(event)
+            elif isinstance(event, AllBlocksCleared):
+                self.num_clears += 1
+                self._clear(announced=True)
+                self.is_suspect = False
+
+    def _store(self, event: BlockStored) -> None:
+        if event.kv_cache_spec_kind not in FULL_ATTENTION_KINDS or event.medium not in (None, self._medium):
+            self.num_ignored_events += 1
+            return
+        self.event_block_size = event.block_size
+        if event.block_size != self.block_size:
+            self.num_ignored_events += 1
+            return
+        index = event.group_idx or 0
+        group = self._groups.get(index)
+        if group is None:
+            group = self._groups.pop(None) if None in self._groups else Residency(self._max_blocks)
+            self._groups[index] = group
+        group.store(event)
+
+    def _remove(self, event: BlockRemoved) -> None:
+        group = self._groups.get(event.group_idx or 0)
+        if group is None or event.medium not in (None, self._medium):
+            self.num_ignored_events += 1
+            return
+        group.remove(event.block_hashes)

@@ -1,0 +1,232 @@
+"""The replay commands: `replay`, `report`, `generate`. Exit codes: 0 well, 1 too many failed requests, 2 wrong use or bad files."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+from uuid import uuid4
+
+import msgspec
+from cyclopts import App, Parameter
+from cyclopts.types import NonNegativeFloat, PositiveFloat, PositiveInt
+from rich.console import Console
+from rich.progress import track
+
+from replays.generator import GeneratorSettings, generate_sessions
+from replays.options import ReplayOptions, to_arguments
+from replays.records import RecordsError, Run, read_run
+from replays.report import Report, make_report, read_report, write_report
+from replays.tables import report_tables
+from replays.traces import TraceError, TraceSet
+
+app = App(name="replays", help="Replay recorded agent sessions, report on replays, and generate sessions.")
+
+_ERRORS = Console(stderr=True, highlight=False)
+_OUTPUT = Console(highlight=False)
+_STOP_SECONDS = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Where one run goes: `run` names it in cache-bust lines, so that runs against one engine do not warm each other's cache."""
+
+    url: str
+    metrics_url: str
+    run: str
+
+
+class ReplayFailed(RuntimeError):
+    """The child process gave no records; its own message is already on stderr."""
+
+
+def _command(traces: Path, target: _Target, concurrency: int, options: ReplayOptions, records: Path) -> list[str]:
+    locustfile = importlib.util.find_spec("replays.locustfile")
+    assert locustfile is not None
+    assert locustfile.origin is not None
+    return [
+        *(sys.executable, "-m", "locust", "-f", locustfile.origin, "--headless", "--skip-log-setup"),
+        *("--users", str(concurrency), "--spawn-rate", str(min(concurrency, 100)), "--host", target.url, "--exit-code-on-error", "0"),
+        *("--replay-traces", str(traces.resolve()), "--replay-records", str(records), "--replay-metrics-url", target.metrics_url),
+        *("--replay-run", target.run),
+        *to_arguments(options),
+    ]
+
+
+def _run(traces: Path, target: _Target, concurrency: int, options: ReplayOptions, records: Path) -> Run:
+    """Play in a child process (locust patches the sockets of its own) and read what it wrote. Ctrl-C ends it with what there is."""
+    process = subprocess.Popen(_command(traces, target, concurrency, options, records), stdout=subprocess.DEVNULL)
+    try:
+        status = process.wait()
+    except KeyboardInterrupt:
+        process.send_signal(signal.SIGTERM)
+        status = process.wait(_STOP_SECONDS)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    if status == 2 or not records.exists():
+        raise ReplayFailed(f"the replay of {target.url} did not run (exit code {status})")
+    return read_run(records)
+
+
+def _check_traces(traces: Path) -> None:
+    """Read every session once, so that a bad one is found before anything is sent."""
+    trace_set = TraceSet(traces)
+    for _ in track(trace_set.checked(), "reading traces", total=len(trace_set), console=_ERRORS, transient=True):
+        pass
+
+
+def _failed_share(report: Report) -> float:
+    return report.failed_requests / report.requests if report.requests else 1.0
+
+
+def _show(named: list[tuple[str, Report]]) -> None:
+    _OUTPUT.print(report_tables(named))
+
+
+@app.command
+def replay(
+    traces: Path,
+    *,
+    url: str = "http://127.0.0.1:8000",
+    concurrency: PositiveInt = 4,
+    direct: str = "",
+    metrics_url: str = "",
+    failed_threshold: NonNegativeFloat = 0.1,
+    json: Path | None = None,
+    png: Path | None = None,
+    records: Path | None = None,
+    options: Annotated[ReplayOptions, Parameter(name="*")] = ReplayOptions(),  # noqa: B008  # frozen, so one default serves all
+) -> int:
+    """Drive agent sessions through a server by AgentX's rules and report hits, misses and latency.
+
+    Parameters
+    ----------
+    traces
+        Folder of .json traces, a .json file, or .jsonl with one session a line.
+    url
+        The server.
+    concurrency
+        Session trees that are live at a time (root and sub-agents count as one).
+    direct
+        An engine's own address: the same trace goes there afterwards, cold, and the report shows both.
+    metrics_url
+        The engine's metrics; by default /metrics of the server.
+    failed_threshold
+        Share of failed requests above which the exit code is 1.
+    json
+        Write the report here.
+    png
+        Draw the report here.
+    records
+        Keep the records of the requests here (JSON lines).
+    """
+    named: list[tuple[str, Report]] = []
+    try:
+        _check_traces(traces)
+        with tempfile.TemporaryDirectory(prefix="agentserve-replay-") as folder:
+            main_records = records or Path(folder) / "main.jsonl"
+            main_target = _Target(url.rstrip("/"), metrics_url or f"{url.rstrip('/')}/metrics", uuid4().hex[:8])
+            main = _run(traces, main_target, concurrency, options, main_records)
+            report = make_report(main)
+            named.append(("server", report))
+            direct_run: Run | None = None
+            if direct:
+                direct_target = _Target(direct.rstrip("/"), f"{direct.rstrip('/')}/metrics", uuid4().hex[:8])
+                direct_run = _run(traces, direct_target, concurrency, options, Path(folder) / "direct.jsonl")
+                report.direct = make_report(direct_run)
+                named.append(("direct", report.direct))
+        _write(report, main, direct_run, json, png)
+    except (TraceError, RecordsError, ReplayFailed, OSError) as error:
+        _ERRORS.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        return 2
+    _show(named)
+    return 1 if max(_failed_share(report) for _, report in named) > failed_threshold else 0
+
+
+def _write(report: Report, main: Run, direct: Run | None, json: Path | None, png: Path | None) -> None:
+    if json is not None:
+        write_report(json, report)
+    if png is not None:
+        # matplotlib takes half a second to import, which only those who want a picture should pay.
+        from replays.plot import plot_run
+
+        plot_run(png, main, report, direct)
+
+
+@app.command
+def report(files: Annotated[list[Path], Parameter(consume_multiple=True)], /) -> int:
+    """Show reports side by side; the first is what the others are compared with.
+
+    Parameters
+    ----------
+    files
+        Reports as `replay --json` wrote them.
+    """
+    named: list[tuple[str, Report]] = []
+    try:
+        for path in files:
+            found = read_report(path)
+            named.append((path.stem, found))
+            if found.direct is not None:
+                named.append((f"{path.stem}, direct", found.direct))
+    except RecordsError as error:
+        _ERRORS.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        return 2
+    _show(named)
+    return 0
+
+
+@app.command
+def generate(
+    *,
+    sessions: PositiveInt,
+    out: Path,
+    seed: int = 42,
+    token_scale: PositiveFloat = 1.0,
+    min_turns: PositiveInt = 2,
+    max_turns: PositiveInt = 514,
+    subagent_share: NonNegativeFloat = 0.44,
+) -> int:
+    """Make up agent sessions like AgentX's: sub-agents, context cuts, tool and human gaps.
+
+    Parameters
+    ----------
+    sessions
+        How many.
+    out
+        A .jsonl file, or a folder for one .json file a session (what AgentX's own harness reads).
+    seed
+        The same seed gives the same bytes.
+    token_scale
+        Shrinks every token count.
+    min_turns
+        Fewest turns of a session's root.
+    max_turns
+        Most turns of a session's root, and of a sub-agent.
+    subagent_share
+        Share of sessions that start sub-agents.
+    """
+    settings = GeneratorSettings(
+        sessions, seed, token_scale=token_scale, min_turns=min_turns, max_turns=max_turns, subagent_share=subagent_share
+    )
+    made = track(generate_sessions(settings), "generating", total=sessions, console=_ERRORS, transient=True)
+    try:
+        if out.suffix == ".jsonl":
+            with out.open("wb") as file:
+                file.writelines(msgspec.json.encode(session) + b"\n" for session in made)
+        else:
+            out.mkdir(parents=True, exist_ok=True)
+            for session in made:
+                (out / f"{session.id}.json").write_bytes(msgspec.json.encode(session))
+    except OSError as error:
+        _ERRORS.print(f"error: {out}: {error.strerror}", style="red", markup=False, soft_wrap=True)
+        return 2
+    _ERRORS.print(f"{sessions} sessions in {out}")
+    return 0

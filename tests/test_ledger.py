@@ -1,0 +1,195 @@
+"""The ledger: what was appended is found again and never changes; nothing outlives its last hold."""
+
+from __future__ import annotations
+
+import random
+from array import array
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+
+from agentserve.ledger import MAX_CHAINS, Ledger, Node, common_ancestor
+from agentserve.prompt import FlatPrompt, ids_json
+from model.conversation import AssistantItem, Head, Item, ToolCall, ToolResultItem, UserItem
+from prefix_cache.blocks import HashChain
+
+HEAD = Head("You are a coding agent.")
+
+
+def path_ids(node: Node) -> list[int]:
+    return [i for part in node.path() for i in part.ids]
+
+
+def held_head(ledger: Ledger, head: Head = HEAD) -> Node:
+    node = ledger.add_head(head, [1, 2, 3])
+    ledger.hold(node)
+    return node
+
+
+def test_equal_items_lead_to_the_same_node_and_others_branch() -> None:
+    ledger = Ledger()
+    head = held_head(ledger)
+    one = ledger.append(head, [UserItem("a")], [4, 5])
+    ledger.hold(one)
+    again = ledger.append(head, [UserItem("a")], [4, 5])
+    other = ledger.append(head, [UserItem("a ")], [4, 6])
+    ledger.hold(other)
+    assert again is one
+    assert other is not one
+    assert common_ancestor(one, other) is head
+    ledger.check_integrity()
+
+
+@pytest.mark.parametrize(
+    "echo",
+    [
+        AssistantItem("Done.", "Think first.", (ToolCall("call_1", "read", {"b": [1, {"x": None}], "a": "é"}),)),
+        AssistantItem("  Done.\n", None, (ToolCall("other-id", "read", {"a": "é", "b": [1, {"x": None}]}),)),
+        AssistantItem("Done.", "", (ToolCall("", "read", {"a": "é", "b": [1, {"x": None}]}),)),
+        AssistantItem("Done.", "Think first.\n", (ToolCall("call_1", "read", {"a": "é", "b": [1, {"x": None}]}),)),
+    ],
+)
+def test_an_answer_that_comes_back_in_another_form_is_the_stored_answer(echo: AssistantItem) -> None:
+    ledger = Ledger()
+    head = held_head(ledger)
+    given = AssistantItem("Done.", "Think first.", (ToolCall("call_1", "read", {"a": "é", "b": [1, {"x": None}]}),))
+    node = ledger.append(head, [given], [7, 8], generated=True)
+    ledger.hold(node)
+    assert ledger.follow(head, [echo]) is node
+
+
+@pytest.mark.parametrize(
+    "edited",
+    [
+        AssistantItem("Done!", "Think first.", (ToolCall("c", "read", {"n": 1}),)),
+        AssistantItem("Done.", "Think again.", (ToolCall("c", "read", {"n": 1}),)),
+        AssistantItem("Done.", "Think first.", (ToolCall("c", "read", {"n": True}),)),
+        AssistantItem("Done.", "Think first.", (ToolCall("c", "read", {"n": 1.0}),)),
+        AssistantItem("Done.", "Think first.", (ToolCall("c", "write", {"n": 1}),)),
+        AssistantItem("Done.", "Think first.", ()),
+        AssistantItem("Done.", "Think first.", (ToolCall("c", "read", '{"n":1}'),)),
+    ],
+)
+def test_an_answer_that_the_client_changed_is_not_the_stored_answer(edited: AssistantItem) -> None:
+    ledger = Ledger()
+    head = held_head(ledger)
+    node = ledger.append(head, [AssistantItem("Done.", "Think first.", (ToolCall("c", "read", {"n": 1}),))], [7], generated=True)
+    ledger.hold(node)
+    assert ledger.follow(head, [edited]) is None
+
+
+def test_user_and_tool_text_is_compared_byte_for_byte() -> None:
+    ledger = Ledger()
+    head = held_head(ledger)
+    for step in ([UserItem("x")], [ToolResultItem("c", "x")]):
+        ledger.hold(ledger.append(head, step, [9]))
+    assert ledger.follow(head, [UserItem("x ")]) is None
+    assert ledger.follow(head, [ToolResultItem("c", " x")]) is None
+    assert ledger.follow(head, [ToolResultItem("another id", "x")]) is not None
+
+
+def test_the_longest_known_run_of_messages_is_found_and_old_forms_are_forgotten() -> None:
+    ledger = Ledger()
+    head = held_head(ledger)
+    node = ledger.append(head, [UserItem("a")], [4])
+    ledger.hold(node)
+    ledger.remember(b"head", head)
+    for form in range(MAX_CHAINS + 1):
+        ledger.remember(b"form %d" % form, node)
+    assert ledger.find([b"head", b"form 8", b"unknown"]) == (node, 2)
+    assert ledger.find([b"head", b"form 0"]) == (head, 1)
+    assert ledger.find([b"unknown"]) is None
+    ledger.release(node)
+    assert ledger.find([b"head", b"form 8"]) == (head, 1)
+    ledger.check_integrity()
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Branches are appended, held and released in any order; the ids of a held branch stay what they were."""
+
+    held = Bundle("held")
+
+    @initialize()
+    def start(self) -> None:
+        self.ledger = Ledger()
+        self.expected: dict[Node, list[int]] = {}
+        self.rng = random.Random(1)
+
+    def _keep(self, node: Node) -> Node:
+        self.ledger.hold(node)
+        self.expected[node] = path_ids(node)
+        return node
+
+    @rule(target=held, text=st.sampled_from(["a", "b"]))
+    def new_head(self, text: str) -> Node:
+        return self._keep(self.ledger.add_head(Head(text), [1, ord(text)]))
+
+    @rule(
+        target=held,
+        parent=held,
+        item=st.sampled_from([UserItem("u"), AssistantItem("a"), AssistantItem("a", "r"), ToolResultItem("c", "t")]),
+    )
+    def append(self, parent: Node, item: Item) -> Node:
+        generated = isinstance(item, AssistantItem) and self.rng.random() < 0.5
+        ids = [self.rng.randrange(100) for _ in range(3)]
+        return self._keep(self.ledger.append(parent, [item], ids, generated=generated))
+
+    @rule(node=held)
+    def remember(self, node: Node) -> None:
+        self.ledger.remember(bytes([self.rng.randrange(20)]), node)
+
+    @rule(node=consumes(held))
+    def release(self, node: Node) -> None:
+        self.ledger.release(node)
+        if not node.holds:
+            self.expected.pop(node, None)
+
+    @invariant()
+    def held_branches_are_as_they_were(self) -> None:
+        for node, ids in getattr(self, "expected", {}).items():
+            assert path_ids(node) == ids
+
+    @invariant()
+    def counts_and_links_agree(self) -> None:
+        if hasattr(self, "ledger"):
+            self.ledger.check_integrity()
+
+    def teardown(self) -> None:
+        for node in list(getattr(self, "expected", {})):
+            while node.holds:
+                self.ledger.release(node)
+        if hasattr(self, "ledger"):
+            assert self.ledger.num_nodes == 0
+            assert self.ledger.num_tokens == 0
+
+
+TestLedgerMachine = LedgerMachine.TestCase
+TestLedgerMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_the_flat_prompt_of_any_branch_equals_its_path() -> None:
+    rng = random.Random(7)
+    ledger = Ledger()
+    nodes = [held_head(ledger), held_head(ledger, Head("another"))]
+    for number in range(60):
+        parent = rng.choice(nodes)
+        ids = [rng.randrange(200_000) for _ in range(rng.randrange(0, 40))]
+        node = ledger.append(parent, [UserItem(str(number))], ids)
+        ledger.hold(node)
+        nodes.append(node)
+    prompt = FlatPrompt(block_size=16, salt=b"tenant")
+    for _ in range(300):
+        node = rng.choice(nodes)
+        prompt.move_to(node)
+        expected = path_ids(node)
+        if rng.random() < 0.5:
+            prompt.extend([5, 6, 7])
+            expected = [*expected, 5, 6, 7]
+        fresh = HashChain(16, b"tenant")
+        fresh.extend(array("I", expected))
+        assert list(prompt.ids) == expected
+        assert bytes(prompt.json) == ids_json(expected)
+        assert list(prompt.chain.hashes) == list(fresh.hashes)
+        assert prompt.chain.num_tokens == len(expected)
