@@ -15,9 +15,12 @@ REPLAY ?= --concurrency 4 --scale 1/64 --time-scale 15 --duration 60 --json resu
 BENCH ?= turn_cost overhead
 
 BIN := $(VENV)/bin
+PIP := $(VENV)/bin/python -m pip install --quiet --progress-bar off --no-compile --no-deps $(PIP_FLAGS)
+# uv installs the list in seconds; torch goes through pip, which finds its CPU build where pip is told of one.
+UV := uv==0.13.9
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install serve replay bench test check lock clean
+.PHONY: install serve replay bench test check docs lock clean
 
 install: $(INSTALLED)
 
@@ -26,8 +29,10 @@ install: $(INSTALLED)
 $(INSTALLED): $(REQUIREMENTS) pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --progress-bar off --no-compile --no-deps $(PIP_FLAGS) -r $(REQUIREMENTS)
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	$(PIP) $(UV)
+	! grep -q '^torch==' $(REQUIREMENTS) || $(PIP) $$(grep '^torch==' $(REQUIREMENTS))
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -r $(REQUIREMENTS)
+	$(PIP) --no-build-isolation --editable .
 	@touch $@
 
 # The session server on the embedded engine; SERVE="--port 9000" and the like are passed on.
@@ -54,6 +59,10 @@ check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Writes the parts of README.md and docs/ that derive from the code.
+docs: install
+	$(BIN)/python -m docs
 
 # Pins every package anew. Needs uv, and torch's CPU build in its reach (UV_TORCH_BACKEND=cpu, or UV_FIND_LINKS).
 # The "+cpu" is cut off so that the list also fits a torch that is labelled in another way.

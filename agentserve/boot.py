@@ -16,6 +16,8 @@ from admission.policies import ADMISSION_POLICIES
 from admission.requests import Limits
 from admission.tickets import TicketBook
 from agentserve.cache import CacheBooks
+from agentserve.canonical.canonicaliser import choose
+from agentserve.dialects.responses_store import ResponseStore
 from agentserve.engines import Engine
 from agentserve.engines.embedded import EmbeddedEngine
 from agentserve.engines.kv_events import KvEventSubscriber
@@ -112,7 +114,8 @@ def build(settings: Settings, engine: Engine, tokenizer: Tokenizer, chat: ChatFo
         max_waiting=settings.limits.queued_turns,
         capacity_tokens=engine.info.kv_capacity_tokens,
     )
-    room = WaitingRoom(ADMISSION_POLICIES["fcfs"](TicketBook(), limits), clock)
+    metrics = Metrics()
+    room = WaitingRoom(ADMISSION_POLICIES["fcfs"](TicketBook(), limits), clock, metrics.queue.observe)
     namespaces = Namespaces(
         block_size=engine.info.block_size or DEFAULT_BLOCK_SIZE,
         max_tokens=settings.sessions.ledger_tokens,
@@ -127,10 +130,10 @@ def build(settings: Settings, engine: Engine, tokenizer: Tokenizer, chat: ChatFo
         namespaces=namespaces,
         books=books,
         room=room,
+        canonicaliser=choose(settings.canonicalise.mode, settings.canonicalise.on, settings.canonicalise.off),
         clock=clock,
         new_id=lambda: token_hex(12),
     )
-    metrics = Metrics()
     metrics.watch("waiting_turns", "Turns that wait for a ticket", lambda: room.num_waiting)
     metrics.watch("sessions", "Sessions that are known", lambda: namespaces.num_sessions)
     metrics.watch("ledger_tokens", "Tokens that all ledgers hold", lambda: namespaces.num_tokens)
@@ -139,4 +142,6 @@ def build(settings: Settings, engine: Engine, tokenizer: Tokenizer, chat: ChatFo
         metrics.watch("kv_resident_tokens", "Tokens resident in the engine's KV cache, by its events", lambda: mirror.num_resident_tokens)
         metrics.watch("mirror_suspect", "1 while the mirror may not know all that is resident", lambda: mirror.is_suspect)
     created = int(datetime.now(UTC).timestamp())
-    return Server(settings, engine, turns, namespaces, books, metrics, created)
+    responses = ResponseStore(settings.limits.stored_response_bytes)
+    metrics.watch("stored_response_bytes", "JSON of stored Responses", lambda: responses.num_bytes)
+    return Server(settings, engine, turns, namespaces, books, metrics, responses, created)

@@ -21,10 +21,13 @@ class Estimate:
     ceiling: int
     predicted: int | None
     hashes: Sequence[BlockHash]
+    """Of the prompt's whole blocks; may grow behind those."""
     num_resident_blocks: int = 0
     """Leading blocks that the mirror holds, in step or not."""
     removed: Sequence[bool] = ()
     """Of the blocks behind those, up to the ceiling: whether the mirror saw them leave."""
+    volatile_tokens: int = 0
+    """Behind the ceiling: would have been known but for a difference that the canonicaliser was told to pass."""
 
 
 class CacheBooks:
@@ -36,29 +39,42 @@ class CacheBooks:
         self.tree = PrefixTree(ceiling_tokens)
         self.totals = HitTotals()
 
-    def estimate(self, prompt: FlatPrompt) -> Estimate:
-        """Ceiling and prediction of the prompt as it stands. Costs what is new since the prompt was last looked at."""
+    def estimate(self, prompt: FlatPrompt, twin_end: int = 0) -> Estimate:
+        """Ceiling and prediction of the prompt as it stands. Costs what is new since the prompt was last looked at.
+
+        `twin_end`: how far its history was known under a head that differs only in volatile content, tokens.
+        """
         prompt.position = self.tree.match(prompt.ids, prompt.position or self.tree.root(prompt.salt))
         num_tokens = len(prompt.ids)
         ceiling = min(prompt.position.num_tokens, num_tokens)
-        hashes = tuple(prompt.chain.hashes)
+        hashes = prompt.chain.hashes
+        volatile = max(0, twin_end - ceiling)
         if self.mirror is None:
-            return Estimate(num_tokens, ceiling, None, hashes)
+            return Estimate(num_tokens, ceiling, None, hashes, volatile_tokens=volatile)
         predicted = self.mirror.predict(hashes, num_tokens)
         resident = predicted // self.mirror.block_size
         removed = tuple(map(self.mirror.was_removed, hashes[resident : ceiling // self.mirror.block_size]))
-        return Estimate(num_tokens, ceiling, None if self.mirror.is_suspect else predicted, hashes, resident, removed)
+        return Estimate(num_tokens, ceiling, None if self.mirror.is_suspect else predicted, hashes, resident, removed, volatile)
 
     def computed(self, prompt: FlatPrompt, num_tokens: int) -> None:
-        """The engine has computed the first `num_tokens` of the prompt."""
-        prompt.position = self.tree.insert(prompt.ids[:num_tokens], prompt.cut_position(num_tokens) or self.tree.root(prompt.salt))
+        """The engine has computed the first `num_tokens` of the prompt; no more than the last token may be beyond them."""
+        ids = prompt.ids
+        assert len(ids) - num_tokens in (0, 1)
+        last = ids.pop() if num_tokens < len(ids) else None  # a copy of a long prompt would cost more than the whole insert
+        try:
+            prompt.position = self.tree.insert(ids, prompt.cut_position(num_tokens) or self.tree.root(prompt.salt))
+        finally:
+            if last is not None:
+                ids.append(last)
 
     def book(self, session: Session, relation: Relation, estimate: Estimate, num_cached_tokens: int | None) -> TurnHits:
         """Account for a request that the engine has answered."""
         hits = self._account(estimate, relation, num_cached_tokens)
         if self.mirror is not None and num_cached_tokens is not None:
             # Also while suspect: a run of right guesses is what ends the suspicion.
-            self.mirror.learn(estimate.hashes, num_cached_tokens, estimate.num_resident_blocks * self.mirror.block_size)
+            num_blocks = estimate.num_prompt_tokens // self.mirror.block_size
+            predicted = estimate.num_resident_blocks * self.mirror.block_size
+            self.mirror.learn(estimate.hashes, num_cached_tokens, predicted, num_blocks=num_blocks)
         session.totals.add(hits)
         self.totals.add(hits)
         return hits
@@ -74,8 +90,9 @@ class CacheBooks:
             block_size=self.block_size,
             actual=num_cached_tokens,
             predicted=estimate.predicted,
-            history_tokens=relation.history_tokens,
+            history_tokens=max(relation.shared_tokens, relation.history_tokens - estimate.volatile_tokens),  # each token is lost once
             shared_tokens=relation.shared_tokens,
+            volatile_tokens=estimate.volatile_tokens,
             confirmed_evicted=self._evicted(estimate, num_cached_tokens),
         )
 

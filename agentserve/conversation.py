@@ -12,19 +12,28 @@ from model.conversation import Head, Item, Json
 class Conversation(Protocol):
     """A history in some dialect.
 
-    `chain[0]` is the digest of the head as the client sent it, `chain[i]` the running digest up to and with message i after the head.
+    `chain[0]` is the digest of the head and the first `first` messages after it, as the client sent them; `chain[i]` also covers the i
+    messages that follow. `first` is above zero where the beginning was recognised by its bytes and not parsed.
     """
 
     @property
     def chain(self) -> Sequence[bytes]: ...
 
-    def head(self) -> Head:
-        """Parse the head. Raises InvalidRequest."""
+    @property
+    def first(self) -> int: ...
+
+    def whole(self) -> Conversation:
+        """The same history with `first` zero."""
         ...
 
-    def steps(self, start: int) -> list[tuple[int, list[Item]]]:
-        """Parse messages after the first `start`: for each step of the ledger, the messages up to its end and its items.
+    def head(self) -> Head:
+        """Parse the head; only where `first` is zero. Raises InvalidRequest."""
+        ...
 
+    def steps(self, start: int) -> Sequence[tuple[int | None, list[Item]]]:
+        """Parse messages after the first `start` (at least `first`): for each step of the ledger, the messages up to its end and its items.
+
+        The end is None inside a message that holds more than one step.
         Raises InvalidRequest naming the message at fault.
         """
         ...

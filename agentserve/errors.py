@@ -45,7 +45,18 @@ class InvalidRequest(ClientError):
 
 
 class ContextTooLong(ClientError):
+    """The prompt leaves no room for an answer. Both figures in tokens."""
+
     code = "context_length_exceeded"
+
+    def __init__(self, num_prompt_tokens: int, max_model_len: int) -> None:
+        super().__init__(
+            f"This model's maximum context length is {max_model_len} tokens. However, your messages are {num_prompt_tokens} tokens. "
+            "Shorten the messages.",
+            param="messages",
+        )
+        self.num_prompt_tokens = num_prompt_tokens
+        self.max_model_len = max_model_len
 
 
 class Unauthorized(ClientError):

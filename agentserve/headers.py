@@ -29,10 +29,12 @@ def plan_headers(plan: Plan, hits: TurnHits | None = None) -> dict[str, str]:
         "x-agentserve-predicted-tokens": known.predicted,
         "x-agentserve-cached-tokens": known.actual,
     }
+    rules = ",".join(f"{rule}={effect.count}" for rule, effect in plan.canonicalised.items())
     return {
         "x-agentserve-session": plan.session_id,
         "x-agentserve-turn": plan.kind.value,
         "x-agentserve-prompt-tokens": str(plan.num_prompt_tokens),
+        **({"x-agentserve-canonicalised": rules} if rules else {}),
         **{name: str(value) for name, value in figures.items() if value is not None},
     }
 

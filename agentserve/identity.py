@@ -70,6 +70,14 @@ def identify(headers: Mapping[str, str], body_session: str | None = None) -> Ide
     return Identity(_usable(body_session))
 
 
+def grouped(identity: Identity, group: str | None) -> Identity:
+    """`identity`; where it names no session, `group` is the parent of the session that the ledger finds.
+
+    For ids that clients send for an agent and all of its sub-agents alike, or for many sessions: they name no session by themselves.
+    """
+    return identity if identity.session is not None else Identity(None, _usable(group))
+
+
 def _speaks(row: HeaderRow, headers: Mapping[str, str]) -> bool:
     return row.user_agent is None or headers.get("user-agent", "").lower().startswith(row.user_agent)
 

@@ -5,6 +5,9 @@ A step is one item, or the tool results that stand together (they share a block,
 A path from a head to a node is a branch; edits, regenerations, retries and sub-agents are branches that share their prefix. Ids are
 appended and never changed, so a prompt built from a path starts with what the engine computed for that path before.
 
+A note is a step of the server's own: what the canonicaliser took out of a head, told behind the message that was the newest then. No
+client's history holds it, so matching looks through notes, and what follows a message with a note follows the note.
+
 Histories are found in two ways. By bytes: the running digest of the messages as a client sent them leads straight to the node where the
 last such request ended, so a turn reads only what is new. By meaning: step by step through the tree, for what the client wrote in
 another form. Nothing here renders or tokenises.
@@ -13,15 +16,22 @@ another form. Nothing here renders or tokenises.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
 import xxhash
 
+from agentserve.canonical.canonicaliser import Form
 from model.conversation import AssistantItem, Head, Item, SystemItem, ToolResultItem, UserItem, meaning
 
 Step: TypeAlias = Sequence[Item]
+
+NOTE = b"note"
+"""Where the notes behind a node stand among its children; no meaning of an item is as short."""
+NO_NOTES: Mapping[str, str] = {}
+TWIN = b"twin"
+"""Before a `Form.alike` in place of a digest of messages: leads to the latest head of that kind."""
 
 MAX_CHAINS = 8
 """Client forms remembered per node; a client that re-serialises in ever new ways is still matched by meaning."""
@@ -32,7 +42,7 @@ class Node:
 
     `end` counts the tokens from the start of the prompt to the end of this node. A generated node holds the generation prompt and the
     generated ids as the engine sent them. `holds` counts the turns and session tips that keep it alive, `owner` is the session whose
-    turn ended here last.
+    turn ended here last. `notes`: by canonicaliser rule, what the notes up to here have told.
     """
 
     __slots__ = (
@@ -45,6 +55,7 @@ class Node:
         "holds",
         "ids",
         "meaning",
+        "notes",
         "owner",
         "parent",
         "reasoning",
@@ -65,6 +76,7 @@ class Node:
         self.chains: list[bytes] = []
         self.holds = 0
         self.owner: str | None = None
+        self.notes: Mapping[str, str] = parent.notes if parent else NO_NOTES
 
     def path(self) -> list[Node]:
         """The nodes from the head to this one."""
@@ -126,41 +138,62 @@ class Ledger:
         self.num_tokens = 0
         self.num_nodes = 0
         self._heads: dict[bytes, Node] = {}
-        self._chains: dict[bytes, Node] = {}
+        self._chains: dict[bytes, tuple[Node, Form]] = {}
 
-    def find(self, chain: Sequence[bytes]) -> tuple[Node, int] | None:
-        """The node where the longest known run of message digests ends, and how many digests that run has; None if none is known."""
+    def find(self, chain: Sequence[bytes]) -> tuple[Node, Form, int] | None:
+        """Where the longest known run of message digests ends, the form of its head, and how many digests it has; None if none is known."""
         for count in range(len(chain), 0, -1):
-            node = self._chains.get(chain[count - 1])
-            if node is not None:
-                return node, count
+            known = self._chains.get(chain[count - 1])
+            if known is not None:
+                return *known, count
         return None
 
-    def find_head(self, head: Head) -> Node | None:
-        """The node of an equal head."""
-        return self._heads.get(meaning(head))
+    def find_head(self, key: bytes) -> Node | None:
+        """The node of the head with this key."""
+        return self._heads.get(key)
 
     def follow(self, node: Node, step: Step) -> Node | None:
         """The child of `node` that means the same as `step`, the latest first; None if there is none.
 
-        Reasoning must agree where the client sends one; a client that leaves it out matches any.
+        Reasoning must agree where the client sends one; a client that leaves it out matches any. Notes are looked through, the latest first.
         """
-        candidates = node.children.get(_meaning(step))
-        if not candidates:
-            return None
-        reasoning = _reasoning_digest(step)
-        for child in reversed(candidates):
-            if reasoning is None or child.reasoning == reasoning:
-                return child
+        wanted, reasoning = _meaning(step), _reasoning_digest(step)
+        for parent in (*reversed(node.children.get(NOTE, ())), node):
+            for child in reversed(parent.children.get(wanted, ())):
+                if reasoning is None or child.reasoning == reasoning:
+                    return child
         return None
 
-    def add_head(self, head: Head, ids: Sequence[int]) -> Node:
-        """The node of `head`; made if it is not known."""
-        known = self.find_head(head)
+    def tail(self, node: Node) -> Node:
+        """The latest note behind `node`, or `node` itself: what a new step follows."""
+        notes = node.children.get(NOTE)
+        return notes[-1] if notes else node
+
+    def follow_note(self, node: Node, news: Mapping[str, str]) -> Node | None:
+        """The note behind `node` that tells `news`."""
+        notes = {**node.notes, **news}
+        return next((note for note in reversed(node.children.get(NOTE, ())) if note.notes == notes), None)
+
+    def append_note(self, parent: Node, text: str, news: Mapping[str, str], ids: Sequence[int]) -> Node:
+        """A note behind `parent` that tells `news`; the one that is there already is returned instead."""
+        known = self.follow_note(parent, news)
+        if known is not None:
+            return known
+        node = Node(parent, (SystemItem(text),), array("I", ids))
+        node.meaning, node.notes = NOTE, {**parent.notes, **news}
+        parent.children.setdefault(NOTE, []).append(node)
+        self._count(node, 1)
+        return node
+
+    def add_head(self, head: Head, ids: Sequence[int], key: bytes | None = None) -> Node:
+        """The node of the head with this key (its own meaning, if none is given); made if it is not known."""
+        key = key or meaning(head)
+        known = self.find_head(key)
         if known is not None:
             return known
         node = Node(None, head, array("I", ids))
-        self._heads[node.meaning] = node
+        node.meaning = key
+        self._heads[key] = node
         self._count(node, 1)
         return node
 
@@ -175,11 +208,12 @@ class Ledger:
         self._count(node, 1)
         return node
 
-    def remember(self, chain: bytes, node: Node) -> None:
-        """Let `chain`, the digest of a client's messages up to `node`, lead to `node` from now on."""
-        if self._chains.get(chain) is node:
+    def remember(self, chain: bytes, node: Node, form: Form) -> None:
+        """Let `chain`, the digest of a client's messages up to `node`, lead to `node` and the form of their head from now on."""
+        known = self._chains.get(chain)
+        if known is not None and known[0] is node:
             return
-        self._chains[chain] = node
+        self._chains[chain] = node, form
         node.chains.append(chain)
         if len(node.chains) > MAX_CHAINS:
             self._forget_chain(node.chains.pop(0), node)
@@ -215,7 +249,7 @@ class Ledger:
             assert all(child.parent is node for same in node.children.values() for child in same)
             assert node.children or node.holds, "a leaf that nobody holds"
         alive = set(map(id, nodes))
-        assert all(id(node) in alive for node in self._chains.values())
+        assert all(id(node) in alive for node, _ in self._chains.values())
 
     def _drop(self, node: Node) -> Node | None:
         parent = node.parent
@@ -232,7 +266,8 @@ class Ledger:
         return parent
 
     def _forget_chain(self, chain: bytes, node: Node) -> None:
-        if self._chains.get(chain) is node:
+        known = self._chains.get(chain)
+        if known is not None and known[0] is node:
             del self._chains[chain]
 
     def _count(self, node: Node, sign: int) -> None:

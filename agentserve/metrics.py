@@ -31,6 +31,10 @@ class Metrics:
         self.cached_tokens = self._counter("cached_tokens", "Prompt tokens that the engine took from its cache")
         self.known_prompt_tokens = self._counter("known_prompt_tokens", "Prompt tokens of turns whose cached tokens the engine reported")
         self.missed_tokens = self._counter("missed_tokens", "Prompt tokens computed by the engine, by cause", "cause")
+        self.canonicalised = self._counter("canonicalised", "Matches of a canonicaliser rule in heads of answered turns", "rule")
+        self.canonicalised_characters = self._counter(
+            "canonicalised_characters", "Characters that these matches cover: dropped, moved or put in order", "rule"
+        )
         self.first_token = Histogram(
             "agentserve_time_to_first_token_seconds", "From request to first generated token", registry=self.registry, buckets=SECONDS
         )
@@ -59,6 +63,9 @@ class Metrics:
             self.known_prompt_tokens.inc(hits.num_prompt_tokens)
         for cause, tokens in (hits.missed or {}).items():
             self.missed_tokens.labels(cause.value).inc(tokens)
+        for rule, effect in plan.canonicalised.items():
+            self.canonicalised.labels(rule).inc(effect.count)
+            self.canonicalised_characters.labels(rule).inc(effect.num_characters)
 
     def text(self) -> bytes:
         """The exposition text."""

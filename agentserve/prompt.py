@@ -23,16 +23,22 @@ def ids_json(ids: Sequence[int]) -> bytes:
 class FlatPrompt:
     """Ids from the start of the prompt, as far as `node.end` plus what was added with `extend`. `block_size` in tokens."""
 
-    __slots__ = ("chain", "ids", "json", "node", "position", "salt")
+    __slots__ = ("_pieces", "chain", "ids", "node", "position", "salt")
 
     def __init__(self, block_size: int, salt: bytes = b"") -> None:
         self.node: Node | None = None
         self.ids: array[int] = array("I")
-        self.json = bytearray()
         self.salt = salt
         self.chain = HashChain(block_size, salt)
         self.position: Position | None = None
         """Where the ceiling index stands for these ids."""
+        # Each piece is at least twice as long as the next, so there are few, and appending copies little.
+        self._pieces: list[bytes] = []
+
+    @property
+    def json(self) -> tuple[bytes, ...]:
+        """The ids as JSON text without brackets, in pieces that join to it."""
+        return tuple(self._pieces)
 
     def move_to(self, node: Node) -> None:
         """Stand at `node`: keep what both paths share, drop the rest, append the rest of `node`'s path."""
@@ -53,18 +59,29 @@ class FlatPrompt:
         if not len(ids):
             return
         added = ids if isinstance(ids, array) else array("I", ids)
-        if self.json:
-            self.json += b","
-        self.json += ids_json(added)
+        self._append_json(b"," + ids_json(added) if self._pieces else ids_json(added))
         self.ids.extend(added)
         self.chain.extend(added)
+
+    def _append_json(self, piece: bytes) -> None:
+        while self._pieces and len(self._pieces[-1]) < 2 * len(piece):
+            piece = self._pieces.pop() + piece
+        self._pieces.append(piece)
+
+    def _cut_json(self, num_bytes: int) -> None:
+        """Drop the last `num_bytes` of the text."""
+        while num_bytes > 0:
+            last = self._pieces.pop()
+            if len(last) > num_bytes:
+                self._pieces.append(last[: len(last) - num_bytes])
+            num_bytes -= len(last)
 
     def _truncate(self, num_tokens: int) -> None:
         if num_tokens == len(self.ids):
             return
         cut = self.ids[num_tokens:]
         del self.ids[num_tokens:]
-        del self.json[max(0, len(self.json) - len(ids_json(cut)) - 1) :]
+        self._cut_json(len(ids_json(cut)) + (num_tokens > 0))  # with the comma before
         self.chain = self.chain.fork(num_tokens)
         self.chain.extend(self.ids[self.chain.num_tokens :])
         self.position = self.cut_position(num_tokens)

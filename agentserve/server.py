@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from agentserve.cache import CacheBooks
+from agentserve.dialects.responses_store import ResponseStore
 from agentserve.engines import Engine
 from agentserve.errors import NotFound, Unauthorized
 from agentserve.metrics import Metrics
@@ -25,6 +26,7 @@ class Server:
     namespaces: Namespaces
     books: CacheBooks
     metrics: Metrics
+    responses: ResponseStore
     created: int
 
     @property

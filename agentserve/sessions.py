@@ -56,6 +56,11 @@ class Session:
     num_by_kind: dict[TurnKind, int] = field(default_factory=dict)
     totals: HitTotals = field(default_factory=HitTotals)
 
+    @property
+    def tip(self) -> Node | None:
+        """The end of the latest branch."""
+        return next(reversed(self.tips), None)
+
     def relation(self, node: Node, *, more: bool, foreign: bool) -> Relation:
         """How a prompt that matched up to `node` relates to this session.
 

@@ -50,12 +50,21 @@ class LimitSettings(Part):
     running_turns: int = Field(1024, ge=1, description="Turns at the engine at once; more wait in the queue.")
     queued_turns: int = Field(10_000, ge=0, description="Turns that may wait; above it 429 with Retry-After.")
     keep_alive_seconds: float = Field(5.0, gt=0, description="Longest silence of a stream before a keep-alive comment, seconds.")
+    stored_response_bytes: int = Field(
+        256 << 20, ge=0, description="JSON of stored Responses that is kept, bytes; the least recently used go first."
+    )
 
 
 class SessionSettings(Part):
     ledger_tokens: int = Field(256_000_000, ge=1, description="Tokens that all ledgers may hold (15 bytes each); idle sessions go first.")
     idle_seconds: float = Field(6 * 3600.0, gt=0, description="A session unused for this long is forgotten, seconds.")
     ceiling_tokens: int = Field(512_000_000, ge=1, description="Tokens that the ceiling index remembers (about 5 bytes each).")
+
+
+class CanonicaliseSettings(Part):
+    mode: Literal["on", "off"] = Field("on", description="off: heads pass exactly as clients send them.")
+    off: tuple[str, ...] = Field((), description="Rules of the canonicaliser that are off, by name.")
+    on: tuple[str, ...] = Field((), description="Rules that are on though they are not by default.")
 
 
 class Settings(BaseSettings):
@@ -77,6 +86,7 @@ class Settings(BaseSettings):
     engine: EngineSettings = EngineSettings()
     limits: LimitSettings = LimitSettings()
     sessions: SessionSettings = SessionSettings()
+    canonicalise: CanonicaliseSettings = CanonicaliseSettings()
 
     @classmethod
     def settings_customise_sources(

@@ -1,6 +1,7 @@
 """The walk of one turn, from a client's conversation to a committed answer.
 
-    1  match    find the branch of the ledger that the conversation extends; what is known is neither rendered nor tokenised again
+    1  match    find the branch of the ledger that the conversation extends; what is known is neither rendered nor tokenised again;
+                what the canonicaliser took out of the head is told in a note behind the newest message, where it changed
     2  render   only the new items become tokens, off the event loop, and join the branch
     3  predict  what could be a prefix hit, and what the mirror says will be one
     4  admit    a ticket for what the turn adds; without room the turn waits
@@ -13,24 +14,28 @@ Whatever ends a turn — the answer, an error, a client that left — runs step 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from admission.requests import AdmissionRequest
 from agentserve.cache import CacheBooks, Estimate
+from agentserve.canonical.canonicaliser import NO_FORM, Canonicaliser, Effect, Form
 from agentserve.conversation import Conversation, TurnOptions
 from agentserve.engines import Chunk, Engine, GenerateRequest, Usage
 from agentserve.errors import ContextTooLong, EngineError
 from agentserve.identity import Identity
-from agentserve.ledger import Ledger, Node
+from agentserve.ledger import TWIN, Ledger, Node
 from agentserve.sessions import Namespace, Namespaces, Relation, Session, TurnKind
 from agentserve.stops import StopCutter
 from agentserve.waiting import WaitingRoom
-from model.chat import ChatFormat, Delta, OutputParser, Piece
-from model.conversation import AssistantItem, Item
+from model.chat import ChatFormat, Delta, OutputParser, Piece, ReasoningDelta
+from model.conversation import AssistantItem, Item, SystemItem
 from model.tokenizer import Tokenizer
 from prefix_cache.hits import TurnHits
+
+LONG_HEAD_CHARACTERS = 32_768
+"""Heads above this are canonicalised off the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,8 @@ class Plan:
     num_encoded_tokens: int
     """Tokens that had to be tokenised for this turn."""
     hits: TurnHits
+    canonicalised: Mapping[str, Effect] = field(default_factory=dict)
+    """What each canonicaliser rule that fired did to the head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +62,32 @@ class Outcome:
     num_generated_tokens: int
     usage: Usage | None
     hits: TurnHits
+    num_reasoning_tokens: int = 0
+    """Tokens of the engine's steps that began with reasoning."""
 
 
 @dataclass(slots=True)
 class Place:
     """Where a prompt stands: its branch up to the last item (held), and the generation prompt that follows.
 
-    `matched` is the last node that was known before; `foreign`: an answer that was not given here comes after it.
+    `matched` is the last node that was known before. `more`: items of the client follow it; `foreign`: an answer that was not given here is
+    among them. `twin_end`: how far the history was known under a head that differs only in what rules that are off would take out, tokens.
     """
 
     node: Node
+    form: Form
     matched: Node
-    foreign: bool
-    open_ids: list[int]
-    num_encoded_tokens: int
+    num_encoded_tokens: int = 0
+    more: bool = False
+    foreign: bool = False
+    twin_end: int = 0
+    open_ids: Sequence[int] = ()
+
+    def move_to(self, node: Node, ledger: Ledger) -> None:
+        """Hold `node` in place of where it stood."""
+        ledger.hold(node)
+        ledger.release(self.node)
+        self.node = node
 
 
 class Turn:
@@ -92,6 +111,7 @@ class Turn:
         self._estimate = estimate
         self._request = request
         self._generated: list[int] = []
+        self._num_reasoning_tokens = 0
         self._last: Chunk = Chunk()
         self._prefilled = False
         self.outcome: Outcome | None = None
@@ -102,6 +122,7 @@ class Turn:
             estimate.num_prompt_tokens,
             place.num_encoded_tokens,
             turns.books.preview(estimate, relation),
+            place.form.effects,
         )
 
     async def deltas(self, stop: tuple[str, ...] = ()) -> AsyncGenerator[list[Delta], None]:
@@ -110,7 +131,10 @@ class Turn:
         async with aclosing(self._turns.engine.generate(self._request)) as chunks:
             async for chunk in chunks:
                 self._take(chunk)
-                shown = cutter.feed(self.parser.feed(chunk.ids))
+                parsed = self.parser.feed(chunk.ids)
+                if parsed and isinstance(parsed[0], ReasoningDelta):
+                    self._num_reasoning_tokens += len(chunk.ids)
+                shown = cutter.feed(parsed)
                 if shown:
                     yield shown
         if self._last.finish_reason is None:
@@ -157,7 +181,7 @@ class Turn:
         reason = self._last.finish_reason or "abort"
         if reason == "stop" and item.calls and not self.parser.open_call:
             reason = "tool_calls"
-        return Outcome(item, reason, self._last.stop_reason, len(self._generated), usage, hits)
+        return Outcome(item, reason, self._last.stop_reason, len(self._generated), usage, hits, self._num_reasoning_tokens)
 
 
 class Turns:
@@ -172,6 +196,7 @@ class Turns:
         namespaces: Namespaces,
         books: CacheBooks,
         room: WaitingRoom,
+        canonicaliser: Canonicaliser,
         clock: Callable[[], float],
         new_id: Callable[[], str],
     ) -> None:
@@ -181,18 +206,30 @@ class Turns:
         self.namespaces = namespaces
         self.books = books
         self.room = room
+        self.canonicaliser = canonicaliser
         self._clock = clock
         self._new_id = new_id
+        self._openings: dict[tuple[Piece, ...], list[int]] = {}
 
     @asynccontextmanager
-    async def turn(self, conversation: Conversation, options: TurnOptions, identity: Identity, namespace: Namespace) -> AsyncIterator[Turn]:
-        """Steps 1 to 4; the body of the `with` runs step 5. Everything held is given back when it ends, however it ends."""
-        place = await self._place(conversation, namespace)
+    async def turn(
+        self,
+        conversation: Conversation,
+        options: TurnOptions,
+        identity: Identity,
+        namespace: Namespace,
+        onto: Node | None = None,
+    ) -> AsyncIterator[Turn]:
+        """Steps 1 to 4; the body of the `with` runs step 5. Everything held is given back when it ends, however it ends.
+
+        With `onto`, the conversation holds only what follows that node.
+        """
+        place = await self._place(conversation, namespace, onto)
         turn: Turn | None = None
         session = namespace.resolve(identity, place.matched, self._clock(), self._new_id)
         session.running += 1
         try:
-            relation = session.relation(place.matched, more=place.matched is not place.node, foreign=place.foreign)
+            relation = session.relation(place.matched, more=place.more, foreign=place.foreign)
             request, estimate = self._request(session, namespace, place, options)
             resident = estimate.predicted or 0
             charge = estimate.num_prompt_tokens - resident + request.max_tokens
@@ -207,46 +244,104 @@ class Turns:
             session.used = self._clock()
             self.namespaces.trim(session.used)
 
-    async def _place(self, conversation: Conversation, namespace: Namespace) -> Place:
+    async def count(self, conversation: Conversation, namespace: Namespace) -> int:
+        """The tokens of the prompt that a turn would send. Books nothing and leaves nothing behind."""
+        place = await self._place(conversation, namespace)
+        namespace.ledger.release(place.node)
+        return place.node.end + len(place.open_ids)
+
+    async def _place(self, conversation: Conversation, namespace: Namespace, onto: Node | None = None) -> Place:
         """Steps 1 and 2: match by bytes, then by meaning; render and append the rest. The node comes back held."""
         ledger = namespace.ledger
-        found = ledger.find(conversation.chain)
-        start = found[1] - 1 if found else 0  # chain[0] is the head
-        node, num_encoded = (found[0], 0) if found else await self._head(conversation, ledger)
-        ledger.hold(node)
-        matched: Node | None = None
-        foreign = False
+        found = (onto, NO_FORM, 1) if onto is not None else ledger.find(conversation.chain)
+        if found is not None:
+            place, start = Place(found[0], found[1], found[0]), conversation.first + found[2] - 1
+        else:
+            conversation = conversation.whole()
+            place, start = await self._head(conversation, ledger), 0
+        ledger.hold(place.node)
         try:
-            for end, step in conversation.steps(start):
-                child = ledger.follow(node, step)
-                if child is None:
-                    matched = matched or node
-                    foreign = foreign or isinstance(step[0], AssistantItem)
-                    ids = await self._encode(self._pieces(node, step))
-                    num_encoded += len(ids)
-                    child = ledger.append(node, step, ids)
-                ledger.hold(child)
-                ledger.release(node)
-                node = child
-                ledger.remember(conversation.chain[end], node)
-            open_ids = await self._encode([*self._closing(node), *self.chat.open_turn(node.shape)])
+            steps = conversation.steps(start)
+            for end, step in steps:
+                await self._step(place, ledger, step)
+                # A head that changes its bytes every turn would be remembered at each node: where it ended is enough.
+                if end is not None and (place.more or step is steps[-1][1]):
+                    ledger.remember(conversation.chain[end - conversation.first], place.node, place.form)
+            await self._note(place, ledger)
+            place.open_ids = self._opening(place.node)
         except BaseException:
-            ledger.release(node)
+            ledger.release(place.node)
             raise
-        return Place(node, matched or node, foreign, open_ids, num_encoded)
+        return place
 
-    async def _head(self, conversation: Conversation, ledger: Ledger) -> tuple[Node, int]:
-        """The head's node, and how many tokens had to be encoded for it."""
-        head = conversation.head()
-        conversation.steps(0)  # a history that cannot be read must leave nothing behind
-        node = ledger.find_head(head)
-        num_encoded = 0
+    async def _head(self, conversation: Conversation, ledger: Ledger) -> Place:
+        """The place of a head whose bytes are not known."""
+        sent = conversation.head()
+        is_long = len(sent.system) > LONG_HEAD_CHARACTERS
+        head, form = await asyncio.to_thread(self.canonicaliser.apply, sent) if is_long else self.canonicaliser.apply(sent)
+        node = ledger.find_head(form.key)
+        num_encoded, twin_end = 0, 0
         if node is None:
+            twin_end = self._twin_end(conversation, ledger, form)
             ids = await self._encode(self.chat.head(head))
             num_encoded = len(ids)
-            node = ledger.add_head(head, ids)
-        ledger.remember(conversation.chain[0], node)
-        return node, num_encoded
+            node = ledger.add_head(head, ids, form.key)
+        form = self.canonicaliser.pinned(form, head, node.head)
+        ledger.remember(conversation.chain[0], node, form)
+        if not self.canonicaliser.is_complete:
+            ledger.remember(TWIN + form.alike, node, form)
+        return Place(node, form, node, num_encoded, twin_end=twin_end)
+
+    def _twin_end(self, conversation: Conversation, ledger: Ledger, form: Form) -> int:
+        """How far the history is known under the latest head of the same `alike`, in tokens; 0 without one."""
+        steps = conversation.steps(0)  # also without a twin: a history that cannot be read must leave nothing behind
+        found = None if self.canonicaliser.is_complete else ledger.find([TWIN + form.alike])
+        node = None if found is None else found[0]
+        end = 0
+        for _, step in steps:
+            if node is None:
+                break
+            end = node.end
+            node = ledger.follow(node, step)
+        return node.end if node is not None else end
+
+    async def _step(self, place: Place, ledger: Ledger, step: Sequence[Item]) -> None:
+        """Go on to the node of `step`; what is not known is rendered."""
+        child = ledger.follow(place.node, step)
+        if child is None:
+            place.move_to(ledger.tail(place.node), ledger)
+            if not place.more:
+                place.matched, place.more = place.node, True
+            place.foreign = place.foreign or isinstance(step[0], AssistantItem)
+            ids = await self._encode(self._pieces(place.node, step))
+            place.num_encoded_tokens += len(ids)
+            child = ledger.append(place.node, step, ids)
+        place.move_to(child, ledger)
+        if not place.more:
+            place.matched = child
+
+    async def _note(self, place: Place, ledger: Ledger) -> None:
+        """Tell the model what the head would have said, where that differs from what it has read on this branch."""
+        news = place.form.news(place.node.notes)
+        if not news:
+            return
+        note = ledger.follow_note(place.node, news)
+        if note is None:
+            text = "\n".join(news.values())
+            ids = await self._encode(self._pieces(place.node, (SystemItem(text),)))
+            place.num_encoded_tokens += len(ids)
+            note = ledger.append_note(place.node, text, news, ids)
+        elif not place.more:
+            place.matched = note
+        place.move_to(note, ledger)
+
+    def _opening(self, node: Node) -> list[int]:
+        """The generation prompt behind `node`: words of the format only, so each form is encoded once."""
+        pieces = (*self._closing(node), *self.chat.open_turn(node.shape))
+        ids = self._openings.get(pieces)
+        if ids is None:
+            ids = self._openings[pieces] = self.tokenizer.encode_pieces(pieces)
+        return ids
 
     def _pieces(self, node: Node, step: Sequence[Item]) -> list[Piece]:
         pieces = self._closing(node)
@@ -260,8 +355,6 @@ class Turns:
         return self.chat.close_turn(node.ids[-1] if len(node.ids) else None) if node.generated else []
 
     async def _encode(self, pieces: Sequence[Piece]) -> list[int]:
-        if all(isinstance(piece, int) for piece in pieces):
-            return [piece for piece in pieces if isinstance(piece, int)]
         return await asyncio.to_thread(self.tokenizer.encode_pieces, pieces)
 
     def _request(self, session: Session, namespace: Namespace, place: Place, options: TurnOptions) -> tuple[GenerateRequest, Estimate]:
@@ -269,10 +362,10 @@ class Turns:
         prompt = session.prompt
         prompt.move_to(place.node)
         prompt.extend(place.open_ids)
-        estimate = self.books.estimate(prompt)
+        estimate = self.books.estimate(prompt, place.twin_end)
         request = GenerateRequest(
             request_id=self._new_id(),
-            prompt_json=bytes(prompt.json),
+            prompt_json=prompt.json,
             num_prompt_tokens=len(prompt.ids),
             max_tokens=self._max_tokens(len(prompt.ids), options.max_tokens),
             sampling={**options.sampling, **({"stop": list(options.stop)} if options.stop else {})},
@@ -286,9 +379,5 @@ class Turns:
     def _max_tokens(self, num_prompt_tokens: int, wanted: int | None) -> int:
         room = self.engine.info.max_model_len - num_prompt_tokens
         if room < 1:
-            raise ContextTooLong(
-                f"This model's maximum context length is {self.engine.info.max_model_len} tokens. However, your messages are "
-                f"{num_prompt_tokens} tokens. Shorten the messages.",
-                param="messages",
-            )
+            raise ContextTooLong(num_prompt_tokens, self.engine.info.max_model_len)
         return room if wanted is None else min(wanted, room)

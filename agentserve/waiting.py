@@ -12,11 +12,15 @@ from agentserve.errors import Busy
 
 
 class WaitingRoom:
-    """Hands out tickets by `policy`. `clock` in seconds, rising only; the event loop's own clock fits."""
+    """Hands out tickets by `policy`. `clock` in seconds, rising only; the event loop's own clock fits.
 
-    def __init__(self, policy: AdmissionPolicy, clock: Callable[[], float]) -> None:
+    `waited` hears of every ticket how many seconds its turn has waited for it.
+    """
+
+    def __init__(self, policy: AdmissionPolicy, clock: Callable[[], float], waited: Callable[[float], None]) -> None:
         self._policy = policy
         self._clock = clock
+        self._waited = waited
         self._waiting: dict[str, asyncio.Future[Ticket]] = {}
         self._num_tickets = 0
         self._alarm: asyncio.TimerHandle | None = None
@@ -33,12 +37,14 @@ class WaitingRoom:
     @asynccontextmanager
     async def ticket(self, request: AdmissionRequest) -> AsyncIterator[Ticket]:
         """A ticket for the length of the `with` block, after a wait if there is no room. Raises Busy where the queue is full."""
-        answer = self._policy.offer(request, self._clock())
+        asked = self._clock()
+        answer = self._policy.offer(request, asked)
         if isinstance(answer, Refusal):
             raise Busy(f"{answer.num_waiting} turns are waiting already; try again later", retry_after_seconds=answer.retry_after_seconds)
         ticket = answer.ticket if isinstance(answer, Grant) else await self._wait(request)
         self._num_tickets += 1
         try:
+            self._waited(self._clock() - asked)
             yield ticket
         finally:
             self._num_tickets -= 1

@@ -42,6 +42,8 @@ class Contender:
     command: Callable[[Launch], list[str]] | None
     requirement: str | None = None
     needs_model_folder: bool = False
+    appends: bool = False
+    """After a session's first turn only the new message is sent."""
 
 
 def _agentserve(launch: Launch) -> list[str]:
@@ -82,6 +84,7 @@ def _litellm(launch: Launch) -> list[str]:
 CONTENDERS: dict[str, Contender] = {
     "direct": Contender("direct", None),
     "agentserve": Contender("agentserve", _agentserve, needs_model_folder=True),
+    "agentserve-append": Contender("agentserve-append", _agentserve, needs_model_folder=True, appends=True),
     "sglang-router": Contender("sglang-router", _sglang_router, "sglang-router==0.3.2"),
     "vllm-router": Contender("vllm-router", _vllm_router, "vllm-router==0.1.17"),
     "litellm": Contender("litellm", _litellm, "litellm[proxy]==1.80.0"),

@@ -51,9 +51,16 @@ class History:
 
     def body(self) -> bytes:
         """The whole history as a streamed chat request."""
+        return self._request(self._messages)
+
+    def newest(self) -> bytes:
+        """The newest message alone, for a server that holds the rest."""
+        return self._request(self._messages[-1:])
+
+    def _request(self, messages: list[bytes]) -> bytes:
         return b'{"model":"%b","messages":[%b],"max_tokens":16,"stream":true,"stream_options":{"include_usage":true}}' % (
             self._model.encode(),
-            b",".join(self._messages),
+            b",".join(messages),
         )
 
     def grow(self, answer: str, num_bytes: int) -> None:

@@ -29,7 +29,7 @@ NUM_BYTES = 420_000
 NEW_USER_BYTES = 600
 NUM_CLIENTS = 8
 MODEL = "demo-model"
-DEFAULT = ("direct", "agentserve", "sglang-router", "vllm-router")
+DEFAULT = ("direct", "agentserve", "agentserve-append", "sglang-router", "vllm-router")
 PEER = "sglang-router"
 READY_SECONDS = 60.0
 
@@ -52,10 +52,15 @@ class Agent:
     client: Client
     history: History
     session: str
+    appends: bool
 
-    async def turn(self) -> float:
-        """Send the history, take the answer into it; seconds to the first text."""
-        answer = await self.client.chat(self.history.body(), {"X-Session-ID": self.session})
+    async def turn(self, *, is_first: bool = False) -> float:
+        """Send the history (or what is new of it), take the answer into it; seconds to the first text."""
+        headers = {"X-Session-ID": self.session}
+        if self.appends and not is_first:
+            answer = await self.client.chat(self.history.newest(), {**headers, "X-Agentserve-Append": "true"})
+        else:
+            answer = await self.client.chat(self.history.body(), headers)
         self.history.grow(answer.text, NEW_USER_BYTES)
         return answer.first_text_seconds
 
@@ -104,12 +109,12 @@ async def _measure(ports: Mapping[str, int], *, num_turns: int, num_rounds: int)
                 connected = await stack.enter_async_context(Client(port))
                 seed = 100 * number + client
                 history = History(seed, model=MODEL, num_messages=NUM_MESSAGES, num_bytes=NUM_BYTES)
-                agents[name].append(Agent(connected, history, f"overhead-{seed}"))
+                agents[name].append(Agent(connected, history, f"overhead-{seed}", CONTENDERS[name].appends))
         with Progress(transient=True) as progress:
             bar = progress.add_task("measuring", total=NUM_CLIENTS + num_turns + num_rounds)
             for client in range(NUM_CLIENTS):
                 for name in _rotated(list(ports), client):
-                    measured[name].first.append(await agents[name][client].turn())
+                    measured[name].first.append(await agents[name][client].turn(is_first=True))
                 progress.advance(bar)
             for turn in range(num_turns):
                 for name in _rotated(list(ports), turn):
@@ -173,6 +178,7 @@ def _result(measured: Mapping[str, Measured], versions: Mapping[str, str]) -> Re
     notes = (
         f"Chat bodies of {NUM_MESSAGES} messages, {NUM_BYTES:,} bytes (about 105k tokens) at first; each turn adds its answer and "
         f"{NEW_USER_BYTES} bytes. Time is from the first byte sent to the first event with text.",
+        "agentserve-append sends only the new message to a session that the server knows.",
         "The client acknowledges at once (TCP_QUICKACK): a server that leaves Nagle's algorithm on would wait 40 ms for it otherwise.",
     )
     return Result(f"Time to the first text of a {NUM_BYTES // 1000} kB turn, instant upstream", columns, tuple(rows), notes, versions)

@@ -90,7 +90,8 @@ def _call_key(call: ToolCall) -> list[str]:
 def meaning(item: Item | Head) -> bytes:
     """16 bytes that are equal for items of equal meaning.
 
-    Left out: an assistant's reasoning (compared apart, as clients drop it), the ids of calls and outer white space of assistant text.
+    Left out: an assistant's reasoning (compared apart, as clients drop it), the ids of calls and outer white space of assistant text. A
+    head means what it is rendered as, down to the order of keys in its schemas: what may differ there is the canonicaliser's to say.
     """
     parts: list[Json]
     match item:
@@ -103,5 +104,5 @@ def meaning(item: Item | Head) -> bytes:
         case SystemItem(text):
             parts = ["system", text]
         case Head(system, tools):
-            parts = ["head", system, [[t.name, t.description, canonical_json(t.parameters)] for t in tools]]
+            parts = ["head", system, [[t.name, t.description, json.dumps(t.parameters)] for t in tools]]
     return xxhash.xxh3_128_digest(msgspec.json.encode(parts))

@@ -151,14 +151,18 @@ class Mirror:
         """Whether the block was resident, is not now, and the engine announced that (as far back as the bounded log goes)."""
         return any(group.was_removed(block_hash) for group in self._groups.values())
 
-    def learn(self, hashes: Sequence[BlockHash], num_cached_tokens: int, predicted_tokens: int | None = None) -> None:
+    def learn(
+        self, hashes: Sequence[BlockHash], num_cached_tokens: int, predicted_tokens: int | None = None, num_blocks: int | None = None
+    ) -> None:
         """Correct the guess by a finished request.
 
-        `hashes` are the whole blocks that it computed or reused, `num_cached_tokens` the engine's count of what it reused, and
-        `predicted_tokens` what `predict` said before it was sent (also while suspect: that is how trust returns). All of `hashes` are
-        resident now unless a removal was announced since.
+        The first `num_blocks` of `hashes` (None: all) are the whole blocks that it computed or reused, `num_cached_tokens` the engine's
+        count of what it reused, and `predicted_tokens` what `predict` said before it was sent (also while suspect: that is how trust
+        returns). Those blocks are resident now unless a removal was announced since; what was predicted and hit needs no second look.
         """
-        num_hit_blocks = min(num_cached_tokens // self.block_size, len(hashes))
+        num_blocks = len(hashes) if num_blocks is None else num_blocks
+        num_hit_blocks = min(num_cached_tokens // self.block_size, num_blocks)
+        num_known_blocks = min(num_hit_blocks, (predicted_tokens or 0) // self.block_size)
         if predicted_tokens is not None:
             self.num_under_predictions += num_cached_tokens > predicted_tokens
             if num_cached_tokens < predicted_tokens:
@@ -168,7 +172,7 @@ class Mirror:
             if self._num_right >= _NUM_RIGHT_TO_TRUST:
                 self.is_suspect = False
         for group in self._groups.values():
-            group.learn(hashes, num_hit_blocks)
+            group.learn(hashes[num_known_blocks:num_blocks], hashes[num_hit_blocks - 1] if num_hit_blocks else None)
 
     def _doubt(self, missed: Sequence[BlockHash]) -> None:
         """A block was missed that we held for resident. Unless events are on their way, the engine dropped blocks without a word."""

@@ -115,14 +115,14 @@ class Residency:
         """Whether a miss of this block proves us wrong: announced as resident, and never as removed."""
         return block_hash in self._resolved and block_hash not in self._removed
 
-    def learn(self, hashes: Sequence[BlockHash], num_hit_blocks: int) -> None:
-        """A finished request computed all of `hashes`, of which the first `num_hit_blocks` were resident before."""
+    def learn(self, hashes: Sequence[BlockHash], last_hit: BlockHash | None) -> None:
+        """A finished request computed or reused `hashes`; `last_hit` was the last block that it reused."""
         for block_hash in hashes:
             if block_hash not in self._resolved and block_hash not in self._removed:
                 self._learned[block_hash] = None
         _trim(self._learned, self._limit)
-        if num_hit_blocks:
-            self._anchors[hashes[num_hit_blocks - 1]] = None
+        if last_hit is not None:
+            self._anchors[last_hit] = None
             _trim(self._anchors, _MAX_ANCHORS)
         for parent in list(self._orphans):
             event = self._orphans[parent][0]

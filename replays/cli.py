@@ -22,6 +22,7 @@ from replays.generator import GeneratorSettings, generate_sessions
 from replays.options import ReplayOptions, to_arguments
 from replays.records import RecordsError, Run, read_run
 from replays.report import Report, make_report, read_report, write_report
+from replays.server import ask_version
 from replays.tables import report_tables
 from replays.traces import TraceError, TraceSet
 
@@ -39,6 +40,18 @@ class _Target:
     url: str
     metrics_url: str
     run: str
+
+
+def _target(url: str, metrics_url: str = "") -> _Target:
+    return _Target(url.rstrip("/"), metrics_url or f"{url.rstrip('/')}/metrics", uuid4().hex[:8])
+
+
+def _engine_url(url: str) -> str:
+    """The address of the engine behind the server at `url`. Raises OSError when the server does not say."""
+    found = ask_version(url.rstrip("/")).engine_url
+    if found is None:
+        raise OSError(f"{url} does not say where its engine is: name it with --direct-url")
+    return found
 
 
 class ReplayFailed(RuntimeError):
@@ -96,7 +109,8 @@ def replay(
     *,
     url: str = "http://127.0.0.1:8000",
     concurrency: PositiveInt = 4,
-    direct: str = "",
+    direct: bool = False,
+    direct_url: str = "",
     metrics_url: str = "",
     failed_threshold: NonNegativeFloat = 0.1,
     json: Path | None = None,
@@ -115,7 +129,9 @@ def replay(
     concurrency
         Session trees that are live at a time (root and sub-agents count as one).
     direct
-        An engine's own address: the same trace goes there afterwards, cold, and the report shows both.
+        Send the same trace to the engine itself as well, with other words, so that neither finds the other's blocks; report both.
+    direct_url
+        The engine's own address; by default what the server says of it.
     metrics_url
         The engine's metrics; by default /metrics of the server.
     failed_threshold
@@ -131,19 +147,18 @@ def replay(
     try:
         _check_traces(traces)
         with tempfile.TemporaryDirectory(prefix="agentserve-replay-") as folder:
-            main_records = records or Path(folder) / "main.jsonl"
-            main_target = _Target(url.rstrip("/"), metrics_url or f"{url.rstrip('/')}/metrics", uuid4().hex[:8])
-            main = _run(traces, main_target, concurrency, options, main_records)
+            main_target = _target(url, metrics_url)
+            direct_target = _target(direct_url or _engine_url(url)) if direct or direct_url else None
+            main = _run(traces, main_target, concurrency, options, records or Path(folder) / "main.jsonl")
             report = make_report(main)
             named.append(("server", report))
             direct_run: Run | None = None
-            if direct:
-                direct_target = _Target(direct.rstrip("/"), f"{direct.rstrip('/')}/metrics", uuid4().hex[:8])
+            if direct_target is not None:
                 direct_run = _run(traces, direct_target, concurrency, options, Path(folder) / "direct.jsonl")
                 report.direct = make_report(direct_run)
                 named.append(("direct", report.direct))
         _write(report, main, direct_run, json, png)
-    except (TraceError, RecordsError, ReplayFailed, OSError) as error:
+    except (TraceError, RecordsError, ReplayFailed, OSError, msgspec.DecodeError) as error:
         _ERRORS.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
         return 2
     _show(named)

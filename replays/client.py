@@ -15,6 +15,7 @@ from geventhttpclient import HTTPClient
 from geventhttpclient.response import HTTPParseError
 from msgspec import Struct
 
+from replays.plan import MESSAGE_TOKENS
 from replays.play import Answer
 
 _OVERFLOW_WORDS = ("context length", "maximum context", "context_length_exceeded", "prompt is too long")
@@ -136,6 +137,26 @@ class ChatClient:
 
     def close(self) -> None:
         self._http.close()
+
+    def template_tokens(self, model: str, fields: dict[str, object]) -> int:
+        """Tokens that stand in front of the first message, by a request with one word. Raises OSError when it is not answered.
+
+        `fields` are those of every request that add to its prompt (tools). The request also makes the blocks of the template warm,
+        so that of two servers on one engine the second has no start over the first.
+        """
+        body = {
+            "messages": [{"role": "user", "content": "Hello"}],
+            "model": model,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "max_completion_tokens": 1,
+            "ignore_eos": True,
+            **fields,
+        }
+        reply = self.send(msgspec.json.encode(body), {})
+        if reply.usage is None or reply.usage.prompt_tokens is None:
+            raise OSError(f"a first request was not answered: {reply.error or 'no count of prompt tokens'}")
+        return max(0, reply.usage.prompt_tokens - MESSAGE_TOKENS - 1)
 
     def send(self, body: bytes, headers: dict[str, str]) -> Reply:
         """POST `body` and read the stream to its end. Never raises for what the server or the network does: see `Reply.error`."""

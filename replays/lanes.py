@@ -23,6 +23,7 @@ from replays.plan import PlannedCall, plan_session
 from replays.play import TreePlay
 from replays.prompts import PromptWriter
 from replays.records import End, Phase, Record
+from replays.script import ToolScript
 from replays.traces import Session, TraceSet
 
 
@@ -37,6 +38,8 @@ def record_of(phase: Phase, play: TreePlay, call: PlannedCall, reply: Reply) -> 
         play=play.play,
         stream=play.plan.session.streams[call.stream].name,
         index=call.index,
+        number=call.number,
+        follows=None if call.edits else call.follows,
         started=reply.started,
         ended=reply.ended,
         first_content=reply.first_content,
@@ -54,6 +57,7 @@ def record_of(phase: Phase, play: TreePlay, call: PlannedCall, reply: Reply) -> 
         ceiling_block_tokens=ours.ceiling_block_tokens,
         predicted_tokens=ours.predicted_tokens,
         missed_tokens=ours.missed_tokens,
+        num_tool_calls=len(reply.answer.tool_call_ids) if reply.answer else None,
         edited=call.edits,
     )
 
@@ -95,6 +99,8 @@ class Conductor:
     run: str
     on_record: Callable[[Record, Reply], None]
     on_end: Callable[[End], None]
+    script: ToolScript | None = None
+    template_tokens: int = 0
     phase: Phase = "warmup"
     num_in_flight: int = 0
     stopping: bool = False
@@ -217,9 +223,9 @@ class Lane:
             return False
         session, number = drawn
         options = self._options
-        plan = plan_session(session, options.scale)
+        plan = plan_session(session, options.scale, self._conductor.template_tokens)
         self.play = TreePlay(plan, number, now=monotonic(), time_scale=options.time_scale, idle_cap_seconds=options.idle_cap)
-        self._writer = PromptWriter(self._conductor.run, self._conductor.model, self.play, options.assistant)
+        self._writer = PromptWriter(self._conductor.run, self._conductor.model, self.play, options.assistant, script=self._conductor.script)
         return True
 
     def _warm_up(self) -> None:

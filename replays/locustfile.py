@@ -11,13 +11,10 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from time import monotonic
 from typing import Any
-from urllib.parse import urlsplit
 from uuid import uuid4
 
 import gevent
 import msgspec
-from geventhttpclient import HTTPClient
-from geventhttpclient.response import HTTPParseError
 from locust import User, events, task
 from locust.exception import StopUser
 from locust.runners import MasterRunner, WorkerRunner
@@ -27,7 +24,9 @@ from replays.lanes import Conductor, Draw
 from replays.metrics import parse_metrics
 from replays.options import ReplayOptions, from_namespace, option_fields, parse_scale
 from replays.records import End, Entry, Header, Phase, Record, write_entries
-from replays.traces import TraceError, TraceSet
+from replays.script import TOOLS, ToolScript, embedded_model_folder
+from replays.server import ask_engine, ask_model, get
+from replays.traces import TraceSet
 
 _PROGRESS_SECONDS = 5.0
 _MAX_CONNECTIONS = 4096
@@ -58,55 +57,6 @@ def _say(text: str) -> None:
     sys.stderr.flush()
 
 
-def _get(url: str, path: str) -> bytes | None:
-    """The body of a GET; None when it cannot be had."""
-    parts = urlsplit(url)
-    client = HTTPClient.from_url(f"{parts.scheme}://{parts.netloc}", connection_timeout=5.0, network_timeout=10.0)
-    try:
-        response = client.get(path)
-        body: bytes = response.read()
-        return body if response.status_code == 200 else None
-    except (OSError, HTTPParseError):
-        return None
-    finally:
-        client.close()
-
-
-class Model(msgspec.Struct):
-    id: str
-
-
-class Models(msgspec.Struct):
-    data: list[Model]
-
-
-class Version(msgspec.Struct):
-    """`engine` is what agentserve says of the engine behind it; vLLM itself gives only its version."""
-
-    version: str = ""
-    engine: str | None = None
-
-
-def ask_model(url: str) -> str:
-    """The id of the first model at `url`. Raises OSError when the server does not answer with one."""
-    body = _get(url, "/v1/models")
-    if body is None:
-        raise OSError(f"{url}/v1/models does not answer; is the server running there?")
-    models = msgspec.json.decode(body, type=Models).data
-    if not models:
-        raise OSError(f"{url}/v1/models lists no model")
-    return models[0].id
-
-
-def ask_engine(url: str, model: str) -> str:
-    """Name, version and model of the engine behind `url`, as far as the server says."""
-    body = _get(url, "/version")
-    if body is None:
-        return model
-    version = msgspec.json.decode(body, type=Version)
-    return f"{version.engine or f'vllm {version.version}'}, {model}"
-
-
 class Replay:
     """One replay in one locust process: a master collects, a worker plays, a local runner does both."""
 
@@ -129,7 +79,8 @@ class Replay:
         self._helpers: list[gevent.Greenlet] = []
 
     def start(self, num_lanes: int) -> None:
-        """Look at traces and server, then wait for the lanes. Raises TraceError, or OSError when there is no server."""
+        """Look at traces and server, then wait for the lanes. Raises OSError when there is no server, ValueError for what cannot be."""
+        script = self._script()
         traces = TraceSet(self._traces)
         model = self.options.model or ask_model(self._url)
         if self._collects:
@@ -141,7 +92,17 @@ class Replay:
             live = self.options.assistant == "live"
             self._client = ChatClient(self._url, concurrency=_MAX_CONNECTIONS, keep_answers=live)
             draw = Draw(traces, first, step, self.options.once)
-            self.conductor = Conductor(self.options, draw, self._client, model, self._run, self.add, self.end)
+            template_tokens = self._client.template_tokens(model, {"tools": TOOLS} if script is not None else {})
+            self.conductor = Conductor(
+                self.options, draw, self._client, model, self._run, self.add, self.end, script=script, template_tokens=template_tokens
+            )
+
+    def _script(self) -> ToolScript | None:
+        if self.options.script == "none":
+            return None
+        if self.options.assistant != "live":
+            raise ValueError("--script tools needs --assistant live: canned answers call no tools")
+        return ToolScript.load(Path(self.options.model_folder) if self.options.model_folder else embedded_model_folder())
 
     def _share(self) -> tuple[int, int]:
         """(this process's number, how many play)."""
@@ -225,9 +186,8 @@ class Replay:
             self._client.close()
 
     def _sample(self) -> None:
-        parts = urlsplit(self._metrics_url)
         while True:
-            body = _get(f"{parts.scheme}://{parts.netloc}", parts.path)
+            body = get(self._metrics_url)
             if body is not None:
                 phase = self.conductor.phase if self.conductor is not None else self._phase
                 self._entries.append(parse_metrics(body.decode(errors="replace"), time=monotonic(), phase=phase))
@@ -251,7 +211,7 @@ def start_replay(environment: Any, **_: object) -> None:
     _REPLAYS[id(environment)] = (environment, replay)
     try:
         replay.start(int(environment.parsed_options.num_users or 1))
-    except (TraceError, OSError, msgspec.DecodeError) as error:
+    except (OSError, ValueError, msgspec.DecodeError) as error:
         _say(f"error: {error}")
         environment.process_exit_code = 2
         gevent.spawn(environment.runner.quit)

@@ -34,6 +34,7 @@ def parse_metrics(text: str, *, time: float, phase: Phase) -> Sample:
     sums: dict[str, float] = {}
     usages: list[float] = []
     capacities: list[int] = []
+    block_size: int | None = None
     for line in text.splitlines():
         if not line.startswith(("vllm:", "agentserve_kv_resident")):
             continue
@@ -44,8 +45,10 @@ def parse_metrics(text: str, *, time: float, phase: Phase) -> Sample:
         if name == "vllm:kv_cache_usage_perc":
             usages.append(value)
         elif name == "vllm:cache_config_info":
-            capacity = _capacity_tokens(dict(_LABEL.findall(label_text)))
+            labels = dict(_LABEL.findall(label_text))
+            capacity = _capacity_tokens(labels)
             capacities += [] if capacity is None else [capacity]
+            block_size = int(labels["block_size"]) if labels.get("block_size", "").isdigit() else block_size
         elif name == "vllm:prompt_tokens_by_source_total":
             field = _BY_SOURCE.get(dict(_LABEL.findall(label_text)).get("source", ""))
             if field is not None:
@@ -57,6 +60,7 @@ def parse_metrics(text: str, *, time: float, phase: Phase) -> Sample:
         phase=phase,
         kv_usage=sum(usages) / len(usages) if usages else None,
         kv_capacity_tokens=sum(capacities) if capacities else None,
+        block_size=block_size,
         num_computed_tokens=sums.get("num_computed_tokens"),
         num_gpu_hit_tokens=sums.get("num_gpu_hit_tokens"),
         num_external_hit_tokens=sums.get("num_external_hit_tokens"),

@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 from cyclopts import Parameter, Token
 from cyclopts.types import NonNegativeFloat, NonNegativeInt, PositiveFloat
 
-from replays.prompts import Assistant
+from replays.prompts import Assistant, ScriptName
 
 
 def parse_scale(text: str) -> float:
@@ -47,6 +47,13 @@ class ReplayOptions:
     assistant: Annotated[
         Assistant, Parameter(help="canned: recorded-length text stands for the answers (AgentX). live: the server's answers are sent back.")
     ] = "canned"
+    script: Annotated[
+        ScriptName,
+        Parameter(help="tools, with live: each answer is forced to reason, to write and to call tools, whose results come back."),
+    ] = "none"
+    model_folder: Annotated[
+        str, Parameter(help="Folder with the served model's tokenizer, for scripted answers; empty: that of the embedded engine.")
+    ] = ""
     once: Annotated[bool, Parameter(help="Play each session once from its first turn to its last; no warm-up.")] = False
     warmup: Annotated[NonNegativeInt, Parameter(help="Requests per lane after the primers, with max_tokens 1 and no idle time.")] = 10
     window_start: Annotated[NonNegativeFloat, Parameter(help="First sessions start at a random point of their time: from here…")] = 0.25

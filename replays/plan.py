@@ -3,8 +3,9 @@
 Everything here follows from the trace alone, before anything is sent.
 
 *Prompts.* A call extends the earlier prompt of its tree with which it shares most blocks (nearly always its stream's last). Where it
-holds all whole blocks of that prompt, it appends: an assistant part as long as that call's output, then a user part. Where it shares
-less, the history is cut at the last shared block and goes on from there: an edit, as a client does that compacts.
+holds all whole blocks of that prompt, and that call had ended, it appends: an assistant part as long as its output, then a user part.
+Where it shares less, the history is cut at the last shared block and goes on from there with another message: an edit, as a client does
+that compacts. What the server's template puts in front of every prompt is taken off the first parts, as far as they are that long.
 
 *Order.* A call waits for the previous call of its stream and, in each other stream, for the last call that had ended before it began
 (so parents join their sub-agents). Its recorded idle time is counted from the completion of whichever of these ended last.
@@ -26,7 +27,7 @@ from replays.traces import HashIds, Request, Session
 
 Role: TypeAlias = Literal["system", "user", "assistant"]
 
-MESSAGE_TOKENS = 5
+MESSAGE_TOKENS = 6
 """Control tokens that a chat format spends on one message; written text is shortened by as much."""
 CACHE_BUST_TOKENS = 14
 """About what the marker line costs in a byte-level vocabulary."""
@@ -64,6 +65,11 @@ class PlannedCall:
     edits: bool
     """The prompt does not hold all of the one before it."""
 
+    @property
+    def follows(self) -> int | None:
+        """The call whose answer stands last in the prompt."""
+        return next((part.answer_to for part in reversed(self.parts) if part.answer_to is not None), None)
+
 
 @dataclass(frozen=True, slots=True)
 class TreePlan:
@@ -72,6 +78,8 @@ class TreePlan:
     calls: tuple[PlannedCall, ...]
     streams: tuple[tuple[int, ...], ...]
     """Call numbers of each stream, in order."""
+    answered: frozenset[int]
+    """Calls whose output stands in a later prompt."""
 
     @property
     def start_seconds(self) -> float:
@@ -105,15 +113,16 @@ class _Tip:
 class _Prompts:
     """Builds the parts of each call, in recorded order."""
 
-    def __init__(self, session: Session, scale: float) -> None:
+    def __init__(self, session: Session, scale: float, template_tokens: int) -> None:
         self._block_size = session.block_size
         self._scale = scale
+        self._template_tokens = template_tokens
         self._tips: list[_Tip] = []
 
     def add(self, number: int, request: Request, head_tokens: int, previous: int | None) -> tuple[tuple[Part, ...], bool]:
         """(parts of call `number`, whether it edits its history). `previous` is the call before it in its stream."""
         tip, shared = self._base(request, previous)
-        appends = tip is not None and tip.held_by(shared, self._block_size) and request.num_prompt_tokens > tip.request.num_prompt_tokens
+        appends = tip is not None and self._appends(tip, shared, request, previous)
         if tip is None:
             kept: list[Part] = []
         elif appends:
@@ -126,6 +135,12 @@ class _Prompts:
         self._tips = [other for other in self._tips if not (appends and other is tip)][-_MAX_TIPS:]
         self._tips.append(_Tip(number, request, parts))
         return parts, previous is not None and not appends
+
+    def _appends(self, tip: _Tip, shared: int, request: Request, previous: int | None) -> bool:
+        """Whether the prompt holds the whole of `tip`, and its answer was there: of two calls at once none can hold the other's."""
+        ended = tip.number == previous or tip.request.end_seconds <= request.start_seconds
+        longer = request.num_prompt_tokens > tip.request.num_prompt_tokens
+        return ended and longer and tip.held_by(shared, self._block_size)
 
     def _base(self, request: Request, previous: int | None) -> tuple[_Tip | None, int]:
         best: _Tip | None = None
@@ -154,16 +169,18 @@ class _Prompts:
     def _extend(self, kept: list[Part], number: int, request: Request, answered: _Tip | None) -> tuple[Part, ...]:
         parts = list(kept)
         start = parts[-1].words.end_tokens if parts else 0
-        if parts and parts[-1].role == "user":
-            output = answered.request.num_output_tokens if answered else self._block_size
-            end = start + min(output, max(0, request.num_prompt_tokens - start - 1))
-            parts.append(self._part("assistant", number, parts, start, end, answered.number if answered else None))
+        if answered is not None:
+            end = start + min(answered.request.num_output_tokens, max(0, request.num_prompt_tokens - start - 1))
+            parts.append(self._part("assistant", number, parts, start, end, answered.number))
             start = end
+        elif parts and parts[-1].role == "user":
+            # The same words as far as the ids are shared, so the message is only left where the history is.
+            start = parts.pop().start_tokens
         parts.append(self._part("user", number, parts, start, max(start, request.num_prompt_tokens)))
         return tuple(parts)
 
     def _part(self, role: Role, number: int, before: list[Part], start_tokens: int, end_tokens: int, answer_to: int | None = None) -> Part:
-        overhead = MESSAGE_TOKENS
+        overhead = MESSAGE_TOKENS if before else MESSAGE_TOKENS + self._template_tokens
         if role == "user" and not any(part.role == "user" for part in before):
             overhead += CACHE_BUST_TOKENS
         start = (before[-1].words.start + before[-1].words.count if before else 0) + overhead
@@ -201,8 +218,11 @@ class _Order:
         return found
 
 
-def plan_session(session: Session, scale: float) -> TreePlan:
-    """The plan of `session` with token counts times `scale` (0 < scale ≤ 1). Raises ValueError when it has no calls."""
+def plan_session(session: Session, scale: float, template_tokens: int = 0) -> TreePlan:
+    """The plan of `session` with token counts times `scale` (0 < scale ≤ 1). Raises ValueError when it has no calls.
+
+    `template_tokens` stand in front of every prompt of the server, unscaled.
+    """
     if not session.root.requests:
         raise ValueError(f"session {session.id!r} has no calls to play")
     recorded = sorted(
@@ -211,7 +231,7 @@ def plan_session(session: Session, scale: float) -> TreePlan:
     )
     numbered = [(number, stream, request) for number, (stream, _, request) in enumerate(recorded)]
     order = _Order(numbered)
-    prompts = _Prompts(session, scale)
+    prompts = _Prompts(session, scale, template_tokens)
     hits = theoretical_hits(session)
     last: dict[int, tuple[float, int]] = {}
     calls: list[PlannedCall] = []
@@ -237,4 +257,5 @@ def plan_session(session: Session, scale: float) -> TreePlan:
         )
         last[stream] = (request.end_seconds, number)
     streams = tuple(tuple(call.number for call in calls if call.stream == stream) for stream in range(len(session.streams)))
-    return TreePlan(session, scale, tuple(calls), streams)
+    answered = frozenset(part.answer_to for call in calls for part in call.parts if part.answer_to is not None)
+    return TreePlan(session, scale, tuple(calls), streams, answered)

@@ -9,9 +9,11 @@ import msgspec
 
 from replays.plan import Part, PlannedCall, TreePlan
 from replays.play import Answer, TreePlay
+from replays.script import TOOLS, ToolScript
 from replays.text import cache_bust_line, text_salt
 
 Assistant: TypeAlias = Literal["canned", "live"]
+ScriptName: TypeAlias = Literal["none", "tools"]
 
 
 @dataclass(slots=True)
@@ -19,13 +21,15 @@ class PromptWriter:
     """Writes the requests of one play. Each message is rendered and encoded once; a prompt is a join of them.
 
     `run` names the run: the same trace gives other text in another run, so that two runs do not warm each other's cache.
-    `canned` sends the planned assistant text whatever the server said, as AgentX does; `live` sends the server's answer back.
+    `canned` sends the planned assistant text whatever the server said, as AgentX does; `live` sends the server's answer back, which
+    `script` can force.
     """
 
     run: str
     model: str
     play: TreePlay
     assistant: Assistant
+    script: ToolScript | None = None
     _texts: dict[Part, str] = field(default_factory=dict)
     _encoded: dict[Part, bytes] = field(default_factory=dict)
     _tool_results: dict[Part, bytes] = field(default_factory=dict)
@@ -88,12 +92,13 @@ class PromptWriter:
         return b"[" + b",".join(encoded) + b"]"
 
     def body(self, call: PlannedCall, *, max_tokens: int | None = None) -> bytes:
-        """The request's JSON text: AgentX's fields (streamed, with usage, exactly `max_tokens` long)."""
-        rest = {
-            "model": self.model,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "max_completion_tokens": call.max_tokens if max_tokens is None else max_tokens,
-            "ignore_eos": True,
-        }
+        """The request's JSON text: AgentX's fields (streamed, with usage, exactly `max_tokens` long), or what forces a scripted answer."""
+        rest: dict[str, object] = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
+        if self.script is not None:
+            rest["tools"] = TOOLS
+        if self.script is not None and max_tokens is None:
+            calls_tools = call.number in self._plan.answered and call.request.stop != "end_turn"
+            rest |= self.script.fields(f"{self._plan.session.id}/{call.number}", call.max_tokens, calls_tools=calls_tools)
+        else:
+            rest |= {"max_completion_tokens": call.max_tokens if max_tokens is None else max_tokens, "ignore_eos": True}
         return b'{"messages":' + self.messages(call) + b"," + msgspec.json.encode(rest)[1:]

@@ -21,6 +21,10 @@ class Record(Struct, tag_field="kind", tag="request", omit_defaults=True, kw_onl
     play: int
     stream: str
     index: int
+    number: int = 0
+    """Of the call in its session's tree."""
+    follows: int | None = None
+    """The call whose prompt and answer this prompt continues."""
     started: float
     ended: float
     first_content: float | None = None
@@ -39,6 +43,8 @@ class Record(Struct, tag_field="kind", tag="request", omit_defaults=True, kw_onl
     ceiling_block_tokens: int | None = None
     predicted_tokens: int | None = None
     missed_tokens: dict[str, int] | None = None
+    num_tool_calls: int | None = None
+    """Calls in the answer; not known where answers are not kept."""
     edited: bool = False
     """The client changed its history in this turn (the trace says so)."""
 
@@ -51,6 +57,8 @@ class Sample(Struct, tag_field="kind", tag="sample", omit_defaults=True, kw_only
     kv_usage: float | None = None
     kv_resident_tokens: float | None = None
     kv_capacity_tokens: int | None = None
+    block_size: int | None = None
+    """Tokens of a KV block."""
     num_computed_tokens: float | None = None
     num_gpu_hit_tokens: float | None = None
     num_external_hit_tokens: float | None = None

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
+from replays.recomputed import recomputed_tokens
 from replays.records import Phase, Record, RecordsError, Run, Sample
 
 
@@ -53,6 +54,8 @@ class Report(Struct, kw_only=True, forbid_unknown_fields=True):
     """Of the KV pool, blocks that hold anything that could be hit."""
     kv_resident_mean: float | None
     kv_capacity_tokens: int | None
+    block_size: int | None
+    """Tokens of a KV block."""
     requests: int
     """All that ended, failed ones too."""
     failed_requests: int
@@ -68,6 +71,9 @@ class Report(Struct, kw_only=True, forbid_unknown_fields=True):
     ttft_seconds: Percentiles
     tpot_seconds: Percentiles
     missed_tokens: dict[str, int] | None
+    recomputed_tokens: dict[str, int] | None
+    """Of the turn before, computed again: in its `answer`, in the `history` before that."""
+    tool_calls: int | None
     prompt_tokens: int | None
     output_tokens: int | None
     planned_prompt_tokens: int
@@ -206,6 +212,7 @@ def make_report(run: Run) -> Report:
     resident_peak, resident_mean = _peak_and_mean(
         sample.kv_resident_tokens / capacity if sample.kv_resident_tokens is not None and capacity else None for sample in inside
     )
+    block_size = next((sample.block_size for sample in reversed(run.samples) if sample.block_size), None)
     exact, unedited = _turns(good)
     preemptions = _growth(samples, lambda sample: sample.num_preemptions)
     output = _sum(record.num_output_tokens for record in good)
@@ -222,6 +229,7 @@ def make_report(run: Run) -> Report:
         kv_resident_peak=resident_peak,
         kv_resident_mean=resident_mean,
         kv_capacity_tokens=capacity,
+        block_size=block_size,
         requests=len(records),
         failed_requests=sum(record.error is not None and not record.overflow for record in records),
         overflowed_requests=sum(record.overflow for record in records),
@@ -233,6 +241,8 @@ def make_report(run: Run) -> Report:
         ttft_seconds=percentiles([record.first_content - record.started for record in good if record.first_content is not None]),
         tpot_seconds=percentiles([tpot for record in good if (tpot := tpot_seconds(record)) is not None]),
         missed_tokens=_missed(good),
+        recomputed_tokens=recomputed_tokens(good, block_size) if block_size else None,
+        tool_calls=_sum(record.num_tool_calls for record in good),
         prompt_tokens=_sum(record.num_prompt_tokens for record in good),
         output_tokens=output,
         planned_prompt_tokens=round(sum(record.planned_prompt_tokens for record in good)),

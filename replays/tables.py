@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -64,6 +64,8 @@ SECTIONS: dict[str, tuple[Line, ...]] = {
     "speed": (
         Line("requests", lambda r: r.requests, _count),
         Line("failed requests", lambda r: r.failed_requests, _count),
+        Line("tool calls", lambda r: r.tool_calls, _count),
+        Line("prompt tokens planned", lambda r: r.planned_prompt_tokens, _count, "ratio"),
         Line("prompt tokens", lambda r: r.prompt_tokens, _count, "ratio"),
         Line("output tokens/s", lambda r: r.output_tokens_per_second, _decimal, "ratio"),
         Line("requests/s", lambda r: r.requests_per_second, _decimal, "ratio"),
@@ -111,15 +113,20 @@ def _table(title: str, names: Sequence[str]) -> Table:
     return table
 
 
-def _missed_line(cause: str) -> Line:
+def _share_line(read: Callable[[Report], Mapping[str, int] | None], cause: str) -> Line:
     """Share of all prompt tokens missed for `cause`: in points it explains the difference between two actual rates."""
 
     def share(report: Report) -> Number:
-        if report.missed_tokens is None or not report.prompt_tokens:
-            return None
-        return report.missed_tokens.get(cause, 0) / report.prompt_tokens
+        tokens = read(report)
+        return tokens.get(cause, 0) / report.prompt_tokens if tokens is not None and report.prompt_tokens else None
 
     return Line(cause, share, _percent, "points")
+
+
+SHARES: dict[str, Callable[[Report], Mapping[str, int] | None]] = {
+    "missed, share of prompt tokens": lambda r: r.missed_tokens,
+    "computed again of the turn before, share of prompt tokens": lambda r: r.recomputed_tokens,
+}
 
 
 def report_tables(named: Sequence[tuple[str, Report]]) -> Group:
@@ -144,10 +151,10 @@ def report_tables(named: Sequence[tuple[str, Report]]) -> Group:
         for line in lines:
             _row(table, line, reports)
         tables.append(table)
-    causes = list(dict.fromkeys(cause for report in reports for cause in report.missed_tokens or {}))
-    if causes:
-        table = _table("missed, share of prompt tokens", names)
+    for title, tokens in SHARES.items():
+        causes = list(dict.fromkeys(cause for report in reports for cause in tokens(report) or {}))
+        table = _table(title, names)
         for cause in causes:
-            _row(table, _missed_line(cause), reports)
-        tables.append(table)
+            _row(table, _share_line(tokens, cause), reports)
+        tables += [table] if causes else []
     return Group(*(item for table in tables for item in (table, "")))

@@ -16,6 +16,8 @@ import msgspec
 from aiohttp import web
 from msgspec import Struct
 
+from replays.plan import MESSAGE_TOKENS
+
 BLOCK_TOKENS = 16
 CAPACITY_TOKENS = 65_536
 
@@ -34,7 +36,10 @@ class ChatBody(Struct, forbid_unknown_fields=True):
     stream: bool
     stream_options: dict[str, bool]
     max_completion_tokens: int
-    ignore_eos: bool
+    ignore_eos: bool = False
+    tools: list[dict[str, object]] = []
+    structured_outputs: dict[str, list[str]] = {}
+    logit_bias: dict[str, float] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +55,21 @@ class Received:
 
 @dataclass(slots=True)
 class ChatUpstream:
-    """Answers every request with as many words as asked. `fail` and `overflow` pick requests by their number, from 0."""
+    """Answers every request with as many words as asked. `fail` and `overflow` pick requests by their number, from 0.
+
+    A request of no stream is the replay's look at the template, which is `template_tokens` long; it is kept apart, in `probes`.
+    """
 
     sessions: bool = True
+    template_tokens: int = 0
+    engine_url: str | None = None
     seconds: float = 0.0
     fail: frozenset[int] = frozenset()
     overflow: frozenset[int] = frozenset()
     break_off: frozenset[int] = frozenset()
     tool_calls: bool = False
     received: list[Received] = field(default_factory=list)
+    probes: list[ChatBody] = field(default_factory=list)
     url: str = ""
     _num_requests: int = 0
     _seen: set[int] = field(default_factory=set)
@@ -76,9 +87,11 @@ class ChatUpstream:
         return hit
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        number, self._num_requests = self._num_requests, self._num_requests + 1
         started = monotonic()
         body = msgspec.json.decode(await request.read(), type=ChatBody)
+        if "x-correlation-id" not in request.headers:
+            return await self._probe(request, body)
+        number, self._num_requests = self._num_requests, self._num_requests + 1
         if number in self.fail:
             return web.json_response({"error": {"message": "boom"}}, status=500)
         if number in self.overflow:
@@ -92,6 +105,15 @@ class ChatUpstream:
         await asyncio.sleep(self.seconds)
         await self._stream(response, body, len(words), cached, broken=number in self.break_off)
         self.received.append(Received(body, {name.lower(): value for name, value in request.headers.items()}, cached, started, monotonic()))
+        return response
+
+    async def _probe(self, request: web.Request, body: ChatBody) -> web.StreamResponse:
+        self.probes.append(body)
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        usage = {"prompt_tokens": self.template_tokens + MESSAGE_TOKENS + 1, "completion_tokens": 1}
+        await self._event(response, {"object": "chat.completion.chunk", "choices": [], "usage": usage})
+        await response.write(b"data: [DONE]\n\n")
         return response
 
     async def _stream(self, response: web.StreamResponse, body: ChatBody, num_words: int, cached: int, *, broken: bool) -> None:
@@ -146,7 +168,7 @@ class ChatUpstream:
         return web.json_response({"object": "list", "data": [{"id": "nano"}]})
 
     async def version(self, _: web.Request) -> web.Response:
-        return web.json_response({"version": "0.0.1"})
+        return web.json_response({"version": "0.0.1", "engine_url": self.engine_url})
 
     def application(self) -> web.Application:
         application = web.Application(client_max_size=64 * 2**20)

@@ -10,9 +10,14 @@ from pathlib import Path
 import pytest
 
 from agentserve.engines.vllm_command import EmbeddedOptions
+from model.chat.minimax_m3 import MiniMaxM3Format
 from model.nano import make_nano, nano_is_complete
+from model.tokenizer import Tokenizer
 from tests.processes import adopt_orphans, descendants, wait_until
 from tests.real_engine import CACHE_FOLDER, RealEngine, real_engine
+from tests.scripted import assert_nothing_is_held
+from tests.serving import Served, serving
+from tests.upstream import FormatRenderer, KvModel, Upstream, in_thread
 
 ENGINE_FIXTURES = {"engine", "small_engine"}
 SMALL_KV_TOKENS = 8192
@@ -65,3 +70,25 @@ def small_engine() -> Iterator[RealEngine]:
     """A real vLLM whose KV cache holds 64 blocks of 128 tokens, so that it evicts."""
     with real_engine(EmbeddedOptions(CACHE_FOLDER, kv_tokens=SMALL_KV_TOKENS)) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def renderer(model_folder: Path) -> FormatRenderer:
+    """Says what a script says in M3's format and the nano model's tokens."""
+    tokenizer = Tokenizer.load(model_folder)
+    return FormatRenderer(MiniMaxM3Format(tokenizer), tokenizer)
+
+
+@pytest.fixture
+def upstream(renderer: FormatRenderer) -> Iterator[Upstream]:
+    """A scripted engine with a block cache."""
+    with in_thread(Upstream(renderer=renderer, kv=KvModel(num_blocks=4096, block_size=32))) as running:
+        yield running
+
+
+@pytest.fixture
+def served(upstream: Upstream, model_folder: Path) -> Iterator[Served]:
+    """The server over `upstream`; nothing may be held when the test is over."""
+    with serving(upstream.url, model_folder) as running:
+        yield running
+        assert_nothing_is_held(running)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +35,7 @@ def serving(engine_url: str, model_folder: Path, **settings: Any) -> Iterator[Se
     flags: dict[tuple[str, ...], Any] = {("engine", "url"): engine_url, ("engine", "model_folder"): model_folder, ("log_level",): "warning"}
     for name, value in settings.items():
         group, _, rest = name.partition("_")
-        flags[(group, rest) if group in ("engine", "limits", "sessions") else (name,)] = value
+        flags[(group, rest) if group in ("engine", "limits", "sessions", "canonicalise") else (name,)] = value
     started = threading.Event()
     outcome: list[Served | BaseException] = []
     stop: list[uvicorn.Server] = []
@@ -92,7 +92,7 @@ class Reply:
 
 
 async def chat(
-    url: str, messages: Sequence[dict[str, Any]], *, stream: bool, headers: dict[str, str] | None = None, **fields: Any
+    url: str, messages: Iterable[dict[str, Any]], *, stream: bool, headers: dict[str, str] | None = None, **fields: Any
 ) -> Reply:
     """POST /v1/chat/completions as a client does."""
     body: dict[str, Any] = {"messages": list(messages), "stream": stream, **fields}

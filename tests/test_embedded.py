@@ -48,7 +48,7 @@ asyncio.run(main())
 
 def ask(num_prompt_tokens: int, max_tokens: int, first_id: int = 300, **fields: Any) -> GenerateRequest:
     ids = ",".join(str(first_id + position % 1000) for position in range(num_prompt_tokens))
-    return GenerateRequest("request", ids.encode(), num_prompt_tokens, max_tokens, **fields)
+    return GenerateRequest("request", (ids.encode(),), num_prompt_tokens, max_tokens, **fields)
 
 
 async def run(client: Engine, request: GenerateRequest) -> list[Chunk]:

@@ -27,7 +27,7 @@ TOKEN = b'{"choices":[{"index":0,"token_ids":[7]}]}'
 
 
 def ask(ids: str = "1,2,3", max_tokens: int = 8, **fields: Any) -> GenerateRequest:
-    return GenerateRequest("request-1", ids.encode(), ids.count(",") + 1, max_tokens, **fields)
+    return GenerateRequest("request-1", (ids.encode(),), ids.count(",") + 1, max_tokens, **fields)
 
 
 @asynccontextmanager
@@ -153,7 +153,7 @@ def test_the_engines_own_words_survive_a_refusal(body: bytes, message: str) -> N
 @ROUTES
 def test_prompt_ids_are_sent_as_the_ledger_keeps_them(route: Route) -> None:
     odd = "1,  2,\n3"
-    body = route.body(ask(odd, sampling={"temperature": 0.5}), "m")
+    body = b"".join(route.body(ask(odd, sampling={"temperature": 0.5}), "m"))
     assert odd.encode() in body
     decoded = msgspec.json.decode(body)
     assert (decoded.get("token_ids") or decoded["prompt"]) == [1, 2, 3]
@@ -162,7 +162,7 @@ def test_prompt_ids_are_sent_as_the_ledger_keeps_them(route: Route) -> None:
 @ROUTES
 def test_hints_travel_under_the_names_of_each_route(route: Route) -> None:
     request = ask(priority=-3, cache_salt="salt", xargs={"hint": 1}, sampling={"temperature": 0.5, "max_tokens": 99}, max_tokens=4)
-    body = msgspec.json.decode(route.body(request, "m"))
+    body = msgspec.json.decode(b"".join(route.body(request, "m")))
     assert (body["priority"], body["cache_salt"], body["model"], body["request_id"]) == (-3, "salt", "m", "request-1")
     sampling = body["sampling_params"] if route is GENERATE else body
     assert (sampling["temperature"], sampling["max_tokens"]) == (0.5, 4)
@@ -174,7 +174,7 @@ def test_hints_travel_under_the_names_of_each_route(route: Route) -> None:
     [({}, False), ({"stop": []}, False), ({"logprobs": None}, False), ({"stop": ["x"]}, True), ({"logprobs": 0}, True)],
 )
 def test_the_engine_decodes_text_only_where_it_is_read(sampling: dict[str, Any], text: bool) -> None:
-    body = msgspec.json.decode(GENERATE.body(ask(sampling=sampling), "m"))
+    body = msgspec.json.decode(b"".join(GENERATE.body(ask(sampling=sampling), "m")))
     assert (body["output_mode"] == "text", body["sampling_params"]["detokenize"]) == (text, text)
 
 

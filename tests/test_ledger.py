@@ -10,12 +10,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
+from agentserve.canonical.canonicaliser import Form
 from agentserve.ledger import MAX_CHAINS, Ledger, Node, common_ancestor
 from agentserve.prompt import FlatPrompt, ids_json
 from model.conversation import AssistantItem, Head, Item, ToolCall, ToolResultItem, UserItem
 from prefix_cache.blocks import HashChain
 
 HEAD = Head("You are a coding agent.")
+FORM = Form(b"key", b"key", {}, {})
 
 
 def path_ids(node: Node) -> list[int]:
@@ -95,14 +97,14 @@ def test_the_longest_known_run_of_messages_is_found_and_old_forms_are_forgotten(
     head = held_head(ledger)
     node = ledger.append(head, [UserItem("a")], [4])
     ledger.hold(node)
-    ledger.remember(b"head", head)
+    ledger.remember(b"head", head, FORM)
     for form in range(MAX_CHAINS + 1):
-        ledger.remember(b"form %d" % form, node)
-    assert ledger.find([b"head", b"form 8", b"unknown"]) == (node, 2)
-    assert ledger.find([b"head", b"form 0"]) == (head, 1)
+        ledger.remember(b"form %d" % form, node, FORM)
+    assert ledger.find([b"head", b"form 8", b"unknown"]) == (node, FORM, 2)
+    assert ledger.find([b"head", b"form 0"]) == (head, FORM, 1)
     assert ledger.find([b"unknown"]) is None
     ledger.release(node)
-    assert ledger.find([b"head", b"form 8"]) == (head, 1)
+    assert ledger.find([b"head", b"form 8"]) == (head, FORM, 1)
     ledger.check_integrity()
 
 
@@ -138,7 +140,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(node=held)
     def remember(self, node: Node) -> None:
-        self.ledger.remember(bytes([self.rng.randrange(20)]), node)
+        self.ledger.remember(bytes([self.rng.randrange(20)]), node, FORM)
 
     @rule(node=consumes(held))
     def release(self, node: Node) -> None:
@@ -190,6 +192,7 @@ def test_the_flat_prompt_of_any_branch_equals_its_path() -> None:
         fresh = HashChain(16, b"tenant")
         fresh.extend(array("I", expected))
         assert list(prompt.ids) == expected
-        assert bytes(prompt.json) == ids_json(expected)
+        assert b"".join(prompt.json) == ids_json(expected)
+        assert len(prompt.json) <= 16
         assert list(prompt.chain.hashes) == list(fresh.hashes)
         assert prompt.chain.num_tokens == len(expected)

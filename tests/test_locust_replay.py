@@ -168,12 +168,12 @@ def test_a_full_context_ends_the_session_without_failing_the_run(tmp_path: Path)
 
 def test_the_same_trace_goes_cold_to_the_engine_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, picture = tmp_path / "report.json", tmp_path / "report.png"
-    engine = ChatUpstream(sessions=False)
-    with serving(ChatUpstream()) as server, serving(engine):
-        arguments = ("--url", server.url, "--direct", engine.url, "--once", "--concurrency", 2, "--scale", "1/4", "--time-scale", 1e6)
+    with serving(ChatUpstream(sessions=False)) as engine, serving(ChatUpstream(engine_url=engine.url)) as server:
+        arguments = ("--url", server.url, "--direct", "--once", "--concurrency", 2, "--scale", "1/4", "--time-scale", 1e6)
         assert replay(SAMPLE, *arguments, "--json", out, "--png", picture) == 0
     report = read_report(out)
     assert report.direct is not None
+    assert report.direct.planned_prompt_tokens == report.planned_prompt_tokens
     assert report.direct.requests == report.requests
     assert report.direct.ceiling_hit_rate is None
     assert report.direct.actual_hit_rate == pytest.approx(report.actual_hit_rate, abs=0.005)
@@ -208,6 +208,24 @@ def test_missing_traces_and_servers_exit_with_two(tmp_path: Path, capfd: pytest.
     assert "no such file or folder" in capfd.readouterr().err
     assert replay(SAMPLE, "--url", "http://127.0.0.1:9") == 2
     assert "does not answer" in capfd.readouterr().err
+
+
+def test_a_direct_run_needs_the_engines_address(capfd: pytest.CaptureFixture[str]) -> None:
+    with serving(ChatUpstream()) as server:
+        assert replay(SAMPLE, "--url", server.url, "--direct") == 2
+    assert "--direct-url" in capfd.readouterr().err
+    assert not server.received
+
+
+def test_the_servers_template_is_taken_off_the_first_message(tmp_path: Path) -> None:
+    traces = written(tmp_path, session("one", call(0, 640), call(5, 1280)))
+    sent = []
+    for template_tokens in (0, 200):
+        with serving(ChatUpstream(template_tokens=template_tokens)) as upstream:
+            replay(traces, "--url", upstream.url, "--once", "--concurrency", 1, "--time-scale", 100)
+        assert len(upstream.probes) == 1
+        sent.append([len(text(received).split()) for received in upstream.received])
+    assert [without - with_template for without, with_template in zip(*sent, strict=True)] == [200, 200]
 
 
 def locust(*arguments: object) -> subprocess.Popen[bytes]:

@@ -150,7 +150,7 @@ def test_hits_are_split_by_the_growth_of_the_engines_counters() -> None:
 def test_kv_figures_are_of_the_profiling_phase() -> None:
     report = make_report(run(record(), samples=(sample(9.0, 0, 0, 0, phase="warmup"), sample(10.0, 1, 0, 1), sample(12.0, 2, 0, 2))))
     assert (report.kv_usage_peak, report.kv_usage_mean) == (1.2, 1.1)
-    assert (report.kv_resident_peak, report.kv_capacity_tokens) == (0.5, 1000)
+    assert (report.kv_resident_peak, report.kv_resident_mean, report.kv_capacity_tokens) == (0.5, 0.5, 1000)
 
 
 def test_a_run_without_requests_has_a_report() -> None:
@@ -246,3 +246,17 @@ def test_the_report_command_exits_with_two_for_a_file_that_is_none(tmp_path: Pat
     write_report(path, make_report(run(record())))
     assert app(["report", str(path), str(path)], result_action="return_value") == 0
     assert "vs report" in capsys.readouterr().out
+
+
+def test_token_sums_are_of_the_successful_requests() -> None:
+    good = [record(num_prompt_tokens=100), record(num_prompt_tokens=900)]
+    for each in good:
+        each.planned_prompt_tokens = 480.4
+    report = make_report(run(*good, record(error="HTTP 500")))
+    assert (report.prompt_tokens, report.output_tokens, report.planned_prompt_tokens) == (1000, 8, 961)
+    assert report.ceiling_block_hit_rate == pytest.approx(2 * 92 / 1000)
+
+
+def test_requests_cut_off_at_the_end_are_counted_apart() -> None:
+    report = make_report(run(record(), end=End(started=0.0, ended=2.0, num_cancelled=3)))
+    assert (report.requests, report.failed_requests, report.cancelled_requests) == (1, 0, 3)

@@ -13,12 +13,11 @@ import aiohttp
 import msgspec
 import pytest
 
-from model.chat.minimax_m3 import MiniMaxM3Format
 from model.conversation import ToolCall
-from model.tokenizer import Tokenizer
 from tests.processes import wait_until
+from tests.scripted import asked, assert_nothing_is_held, starts_with
 from tests.serving import Served, chat, serving
-from tests.upstream import FormatRenderer, KvModel, LoggedRequest, Script, Upstream, in_thread
+from tests.upstream import FormatRenderer, Script, Upstream, in_thread
 
 pytestmark = pytest.mark.anyio
 
@@ -43,44 +42,10 @@ def result(call: dict[str, Any], text: str) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": call["id"], "content": text}
 
 
-@pytest.fixture(scope="module")
-def renderer(model_folder: Path) -> FormatRenderer:
-    tokenizer = Tokenizer.load(model_folder)
-    return FormatRenderer(MiniMaxM3Format(tokenizer), tokenizer)
-
-
-@pytest.fixture
-def upstream(renderer: FormatRenderer) -> Any:
-    with in_thread(Upstream(renderer=renderer, kv=KvModel(num_blocks=4096, block_size=32))) as running:
-        yield running
-
-
-@pytest.fixture
-def served(upstream: Upstream, model_folder: Path) -> Any:
-    with serving(upstream.url, model_folder) as running:
-        yield running
-        assert_nothing_is_held(running)
-
-
-def assert_nothing_is_held(served: Served) -> None:
-    """Nothing of a finished turn is left: no ticket, no running turn; every leaf of the ledger is some session's tip."""
-    assert wait_until(lambda: served.server.turns.room.num_tickets == 0, seconds=2)
-    for namespace in served.server.namespaces:
-        namespace.ledger.check_integrity()
-        assert all(session.running == 0 for session in namespace.sessions.values())
-        tips = [tip for session in namespace.sessions.values() for tip in session.tips]
-        assert sum(node.holds for node in namespace.ledger.nodes()) == len(tips)
-
-
-def asked(upstream: Upstream) -> list[LoggedRequest]:
-    """The generation requests, without the probe of the route at start."""
-    return [request for request in upstream.requests if request.prompt_ids]
-
-
-def starts_with(later: LoggedRequest, earlier: LoggedRequest) -> bool:
-    """prompt(k+1) starts with prompt(k) + generated(k)."""
-    kept = (*earlier.prompt_ids, *earlier.generated_ids)
-    return later.prompt_ids[: len(kept)] == kept
+async def fetch(url: str, method: str = "GET") -> tuple[int, str]:
+    """Status and body of a plain request."""
+    async with aiohttp.ClientSession() as http, http.request(method, url) as response:
+        return response.status, await response.text()
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -397,23 +362,21 @@ async def test_bad_input_gets_a_clear_error_and_leaves_nothing(
 async def test_sessions_can_be_listed_looked_at_and_ended(served: Served) -> None:
     headers = {"x-session-id": "task/7", "x-parent-session-id": "task"}
     await chat(served.url, [user("hi")], stream=False, headers=headers)
-    async with aiohttp.ClientSession() as http:
-        listed = await (await http.get(f"{served.url}/v1/sessions")).json()
-        one = await (await http.get(f"{served.url}/v1/sessions/task/7")).json()
-        ended = await http.delete(f"{served.url}/v1/sessions/task/7")
-        gone = await http.get(f"{served.url}/v1/sessions/task/7")
-    assert [session["id"] for session in listed["data"]] == ["task/7"]
-    assert (one["parent"], one["turns"], one["turns_by_kind"]) == ("task", 1, {"first": 1})
-    assert (ended.status, gone.status) == (200, 404)
+    _, listed = await fetch(f"{served.url}/v1/sessions")
+    _, one = await fetch(f"{served.url}/v1/sessions/task/7")
+    ended, _ = await fetch(f"{served.url}/v1/sessions/task/7", "DELETE")
+    gone, _ = await fetch(f"{served.url}/v1/sessions/task/7")
+    assert [session["id"] for session in msgspec.json.decode(listed)["data"]] == ["task/7"]
+    session = msgspec.json.decode(one)
+    assert (session["parent"], session["turns"], session["turns_by_kind"]) == ("task", 1, {"first": 1})
+    assert (ended, gone) == (200, 404)
     assert served.server.namespaces.num_tokens == 0
 
 
 async def test_metrics_hold_our_counts_and_the_engines_own_text(served: Served, upstream: Upstream) -> None:
     reply = await chat(served.url, [user("hi")], stream=False)
     assert reply.usage is not None
-    async with aiohttp.ClientSession() as http:
-        text = await (await http.get(f"{served.url}/metrics")).text()
-        health, ready = (await http.get(f"{served.url}/health")), (await http.get(f"{served.url}/ready"))
+    _, text = await fetch(f"{served.url}/metrics")
     lines = text.splitlines()
     assert f"agentserve_prompt_tokens_total {float(reply.usage['prompt_tokens'])}" in lines
     assert 'agentserve_turns_total{kind="first"} 1.0' in lines
@@ -421,12 +384,36 @@ async def test_metrics_hold_our_counts_and_the_engines_own_text(served: Served, 
         sum(float(line.split()[-1]) for line in lines if line.startswith("agentserve_missed_tokens_total{")) == reply.usage["prompt_tokens"]
     )
     assert any(line.startswith("vllm:kv_cache_usage_perc") for line in lines)
-    assert (health.status, ready.status) == (200, 200)
+    assert [(await fetch(f"{served.url}/{path}"))[0] for path in ("health", "ready")] == [200, 200]
 
 
 async def test_ready_says_503_while_the_engine_does_not_answer(served: Served, upstream: Upstream) -> None:
     upstream.healthy = False
-    async with aiohttp.ClientSession() as http:
-        response = await http.get(f"{served.url}/ready")
-        assert (response.status, (await response.json())["error"]["type"]) == (503, "engine_error")
-        assert (await http.get(f"{served.url}/health")).status == 200
+    status, text = await fetch(f"{served.url}/ready")
+    assert (status, msgspec.json.decode(text)["error"]["type"]) == (503, "engine_error")
+    assert (await fetch(f"{served.url}/health"))[0] == 200
+
+
+async def test_only_the_new_messages_may_be_sent_to_a_known_session(served: Served, upstream: Upstream) -> None:
+    headers = {"x-agentserve-session": "task"}
+    append = {**headers, "x-agentserve-append": "true"}
+    calls = tuple(ToolCall("", "read_file", {"path": name}) for name in ("a", "b"))
+    upstream.script(Script(say="Reading.", calls=calls))
+    first = await chat(served.url, [SYSTEM, user("go")], stream=False, tools=TOOLS, headers=headers)
+    results = [result(call, f"text {number}") for number, call in enumerate(first.message["tool_calls"])]
+    second = await chat(served.url, reversed(results), stream=True, headers=append)
+    third = await chat(served.url, [user("and now?")], stream=False, headers=append)
+    assert [reply.turn for reply in (first, second, third)] == ["first", "exact", "exact"]
+    whole = [SYSTEM, user("go"), first.message, *results, second.message, user("and now?")]
+    again = await chat(served.url, whole, stream=False, tools=TOOLS, headers=headers)
+    assert again.turn == "retry"
+    assert asked(upstream)[-1].prompt_ids == asked(upstream)[-2].prompt_ids
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"), [({}, 400), ({"x-session-id": "unknown"}, 404)], ids=["no session named", "a session that holds nothing"]
+)
+async def test_appending_to_nothing_is_refused(served: Served, upstream: Upstream, headers: dict[str, str], status: int) -> None:
+    reply = await chat(served.url, [user("on")], stream=True, headers={**headers, "x-agentserve-append": "true"})
+    assert reply.status == status
+    assert not asked(upstream)

@@ -7,6 +7,7 @@ ignored, as the API does; wrong types are refused with the path of the field.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,6 +15,7 @@ import xxhash
 
 from agentserve.conversation import TurnOptions
 from agentserve.dialects.json_body import decode_body, decode_part
+from agentserve.dialects.known_bodies import BodyScan, KnownBodies
 from agentserve.errors import InvalidRequest, Unsupported
 from model.conversation import AssistantItem, Head, Item, Json, SystemItem, Tool, ToolCall, ToolResultItem, UserItem
 
@@ -131,12 +133,33 @@ _object = msgspec.json.Decoder(dict[str, Any])
 
 
 def parse(body: bytes) -> ChatRequest:
-    """Decode a body. Raises InvalidRequest with the path of what is wrong."""
+    """Decode a whole body. Raises InvalidRequest with the path of what is wrong."""
     request = decode_body(_request, body)
     if not request.messages:
         raise InvalidRequest("messages must hold at least one message", param="messages")
     _refuse_unsupported(request)
     return request
+
+
+def read(body: bytes, bodies: KnownBodies) -> tuple[ChatRequest, ChatConversation]:
+    """The request and its conversation, parsing only what follows the longest known beginning. Raises InvalidRequest."""
+    scan = bodies.scan(body)
+    parsed = scan.shortened()
+    if scan.known is None:
+        request = parse(body)
+        conversation = ChatConversation(request)
+    else:
+        try:
+            request = decode_body(_request, parsed)
+        except InvalidRequest:
+            request = parse(body)  # which names the place in the whole body
+            scan.known, parsed = None, body
+        _refuse_unsupported(request)
+        conversation = ChatConversation(request, scan)
+    if request.messages:
+        start, end = scan.span(request.messages[0], request.messages[-1], parsed)
+        conversation.remember(scan, start, end)
+    return request, conversation
 
 
 def _refuse_unsupported(request: ChatRequest) -> None:
@@ -182,28 +205,62 @@ def _structured(form: dict[str, Any] | None) -> dict[str, Json] | None:
     raise InvalidRequest(f"response_format.type {form.get('type')!r} is not known: use {known}", param="response_format")
 
 
-class ChatConversation:
-    """The messages of a chat request as a `Conversation`."""
+@dataclass(frozen=True, slots=True)
+class Onto:
+    """What an appended conversation follows: `seed` keeps its digests apart from all others, `calls` may be answered by its results."""
 
-    def __init__(self, request: ChatRequest) -> None:
+    seed: bytes
+    calls: tuple[ToolCall, ...]
+
+
+class ChatConversation:
+    """The messages of a chat request as a `Conversation`.
+
+    With a `scan` whose beginning is known, `request` holds only what follows it. With `onto` there is no head: all messages are new ones.
+    """
+
+    def __init__(self, request: ChatRequest, scan: BodyScan | None = None, onto: Onto | None = None) -> None:
+        known = scan.known if scan is not None else None
+        self._scan = scan
         self._tools = request.tools
         self._messages = request.messages
-        digest = xxhash.xxh3_128(bytes(request.tools))
-        self._num_head = 0
-        for raw in request.messages:
-            if _decode(_role, raw, self._num_head).role not in HEAD_ROLES:
-                break
-            self._num_head += 1
-            digest.update(raw)
+        self._num_before = known.num_messages if known else 0
+        self._num_head = known.num_head_messages if known else 0
+        self._calls = onto.calls if onto else ()
+        beginning = xxhash.xxh3_128(onto.seed) if onto else known.chain if known else None
+        digest = beginning.copy() if beginning else self._digest_head(request)
+        self.first = self._num_before - self._num_head if known else 0
         self.chain: list[bytes] = [digest.digest()]
-        if self._num_head == len(request.messages):
-            raise InvalidRequest("messages must hold a user, assistant or tool message beside the system text", param="messages")
-        for raw in request.messages[self._num_head :]:
+        for raw in request.messages[0 if known else self._num_head :]:
             digest.update(raw)
             self.chain.append(digest.digest())
-        last = _decode(_role, request.messages[-1], len(request.messages) - 1).role
-        if last == "assistant":
+        self._digest = digest
+        self._check_last()
+
+    def _digest_head(self, request: ChatRequest) -> xxhash.xxh3_128:
+        digest = xxhash.xxh3_128(bytes(request.tools))
+        for raw in request.messages:
+            if _decode(_role, raw, self._num_head).role not in HEAD_ROLES:
+                return digest
+            self._num_head += 1
+            digest.update(raw)
+        raise InvalidRequest("messages must hold a user, assistant or tool message beside the system text", param="messages")
+
+    def _check_last(self) -> None:
+        if self._messages and self._at(len(self._messages) - 1, _role).role == "assistant":
             raise Unsupported("the last message must not be the assistant's: continuing a given answer is not supported", param="messages")
+
+    def _at(self, index: int, decoder: msgspec.json.Decoder[T]) -> T:
+        return _decode(decoder, self._messages[index], self._num_before + index)
+
+    def remember(self, scan: BodyScan, start: int, end: int) -> None:
+        """Let a later body that begins like this one be read from its end on."""
+        num_messages = self._num_before + len(self._messages)
+        scan.remember(start, end, num_messages=num_messages, num_head_messages=self._num_head, chain=self._digest)
+
+    def whole(self) -> ChatConversation:
+        """The same conversation with every message at hand."""
+        return ChatConversation(parse(self._scan.body)) if self._scan is not None else self
 
     def head(self) -> Head:
         """The leading system texts, joined by a blank line, and the tools."""
@@ -222,19 +279,20 @@ class ChatConversation:
 
     def steps(self, start: int) -> list[tuple[int, list[Item]]]:
         """Messages after the first `start` behind the head; neighbouring tool results are one step, put in call order."""
+        assert start >= self.first
         steps: list[tuple[int, list[Item]]] = []
-        calls = self._calls_before(start)
         results: list[ToolResultItem] = []
-        base = self._num_head
+        base = self._num_head - self._num_before  # index of the first message behind the head in what is at hand
+        calls = self._calls_before(base + start)
         for index in range(base + start, len(self._messages)):
-            message = _decode(_message, self._messages[index], index)
+            message = self._at(index, _message)
             if message.role in TOOL_ROLES:
-                results.append(ToolResultItem(message.tool_call_id or "", _text(message, index)))
+                results.append(ToolResultItem(message.tool_call_id or "", _text(message, self._num_before + index)))
                 continue
             if results:
                 steps.append((index - base, list(in_call_order(results, calls))))
                 results = []
-            item = _item(message, index)
+            item = _item(message, self._num_before + index)
             if isinstance(item, AssistantItem):
                 calls = item.calls
             steps.append((index - base + 1, [item]))
@@ -242,12 +300,13 @@ class ChatConversation:
             steps.append((len(self._messages) - base, list(in_call_order(results, calls))))
         return steps
 
-    def _calls_before(self, start: int) -> tuple[ToolCall, ...]:
-        """The calls of the message before the first that is read, whose results may follow."""
-        index = self._num_head + start - 1
-        if start == 0 or _decode(_role, self._messages[index], index).role != "assistant":
+    def _calls_before(self, index: int) -> tuple[ToolCall, ...]:
+        """The calls of the message before `index`, whose results may follow; a known beginning never ends in calls."""
+        if index <= max(0, self._num_head - self._num_before):
+            return self._calls
+        if self._at(index - 1, _role).role != "assistant":
             return ()
-        item = _item(_decode(_message, self._messages[index], index), index)
+        item = _item(self._at(index - 1, _message), self._num_before + index - 1)
         return item.calls if isinstance(item, AssistantItem) else ()
 
 

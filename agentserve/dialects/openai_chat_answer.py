@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from agentserve.dialects.account import account
 from agentserve.dialects.errors import error_body
 from agentserve.errors import AgentserveError
 from agentserve.turns import Outcome, Plan
@@ -27,8 +28,14 @@ class ChatAnswer:
     id: str
     model: str
     created: int
+    include_usage: bool = False
 
-    def opening(self) -> bytes:
+    @property
+    def keep_alive(self) -> bytes:
+        """A comment."""
+        return KEEP_ALIVE
+
+    def opening(self, plan: Plan) -> bytes:
         """The first event: the role."""
         return self._event({"role": "assistant", "content": ""})
 
@@ -36,16 +43,20 @@ class ChatAnswer:
         """One event for each delta."""
         return b"".join(self._event(_delta(delta)) for delta in deltas)
 
-    def closing(self, plan: Plan, outcome: Outcome, *, include_usage: bool) -> bytes:
+    def closing(self, plan: Plan, outcome: Outcome) -> bytes:
         """The finish reason, the usage if asked for, and the end mark."""
         finish = self._event({}, outcome.finish_reason, outcome.stop_reason)
-        if not include_usage:
+        if not self.include_usage:
             return finish + DONE
         return finish + _sse({**self._frame("chat.completion.chunk"), "choices": [], "usage": usage(plan, outcome)}) + DONE
 
     def failure(self, error: AgentserveError) -> bytes:
         """An error after the first byte: an error event, and no end mark, as nothing ended well."""
         return _sse(error_body(error))
+
+    def refusal(self, error: AgentserveError) -> dict[str, Any]:
+        """The body of an error status."""
+        return error_body(error)
 
     def whole(self, plan: Plan, outcome: Outcome, deltas: Iterable[Delta]) -> bytes:
         """The body of an answer that is not streamed; `deltas` are all of it, for the model's own text of its arguments."""
@@ -102,16 +113,7 @@ def usage(plan: Plan, outcome: Outcome) -> dict[str, Any]:
     }
     if hits.actual is not None:
         shown["prompt_tokens_details"] = {"cached_tokens": hits.actual}
-    account = {
-        "session_id": plan.session_id,
-        "turn": plan.kind,
-        "encoded_tokens": plan.num_encoded_tokens,
-        "ceiling_tokens": hits.ceiling,
-        "ceiling_block_tokens": hits.ceiling_blocks,
-        "predicted_tokens": hits.predicted,
-        "missed_tokens": hits.missed,
-    }
-    shown["agentserve"] = {name: value for name, value in account.items() if value is not None}
+    shown["agentserve"] = account(plan, outcome)
     return shown
 
 

@@ -38,13 +38,13 @@ class EngineInfo:
 class GenerateRequest:
     """One request to the engine.
 
-    `prompt_json` is the prompt ids as JSON text without brackets ("1,2,3"), kept by the ledger so that a long prompt is never
+    `prompt_json` is the prompt ids as JSON text without brackets ("1,2,3") in pieces that join to it, kept so that a long prompt is never
     encoded twice. `sampling` holds vLLM's own names (temperature, top_p, stop, seed, ignore_eos, logit_bias, structured_outputs, …);
     only what the client said. `max_tokens` is already cut to the room that is left.
     """
 
     request_id: str
-    prompt_json: bytes
+    prompt_json: tuple[bytes, ...]
     num_prompt_tokens: int
     max_tokens: int
     sampling: Mapping[str, Json] = field(default_factory=dict)
@@ -81,6 +81,8 @@ class Engine(Protocol):
     """An engine that serves one model. Raises `agentserve.errors.EngineError` and its kinds."""
 
     info: EngineInfo
+    url: str
+    """Where the engine itself listens."""
 
     async def start(self) -> None:
         """Connect (or start the child process) and fill `info`. Returns when the engine answers; raises if it never will."""

@@ -16,7 +16,7 @@ from aiohttp.abc import AbstractStreamWriter
 from agentserve.engines import Chunk, EngineInfo, GenerateRequest
 from agentserve.engines.prometheus import samples
 from agentserve.engines.sse import SseParser
-from agentserve.engines.vllm_wire import COMPLETIONS, GENERATE, Route, read_event, read_refusal
+from agentserve.engines.vllm_wire import COMPLETIONS, GENERATE, Body, Route, read_event, read_refusal
 from agentserve.errors import EngineError, EngineRefused, EngineUnavailable, SetupError
 
 # uvicorn closes an idle connection after 5 s; letting go first means never writing into one that is being closed.
@@ -50,19 +50,20 @@ class _Attempt:
     reused: bool = False
 
 
-class _Body(aiohttp.Payload):
-    """Bytes written at once. aiohttp's own payload for bytes warns above one megabyte, which a prompt of 200,000 ids has."""
+class _Payload(aiohttp.Payload):
+    """Pieces of JSON written one after the other: a long prompt is neither copied into one body nor warned of for its size."""
 
-    def __init__(self, body: bytes) -> None:
+    def __init__(self, body: Body) -> None:
         super().__init__(body, content_type="application/json")
         self._body = body
-        self._size = len(body)
+        self._size = sum(map(len, body))
 
     def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
-        return self._body.decode(encoding, errors)
+        return b"".join(self._body).decode(encoding, errors)
 
     async def write(self, writer: AbstractStreamWriter) -> None:
-        await writer.write(self._body)
+        for piece in self._body:
+            await writer.write(piece)
 
 
 class VllmEngine:
@@ -164,10 +165,10 @@ class VllmEngine:
                 raise read_refusal(await response.read(), response.status)
         return response
 
-    async def _send(self, body: bytes, headers: dict[str, str], attempt: _Attempt) -> aiohttp.ClientResponse:
-        return await self._http.post(f"{self.url}{self._route.path}", data=_Body(body), headers=headers, trace_request_ctx=attempt)
+    async def _send(self, body: Body, headers: dict[str, str], attempt: _Attempt) -> aiohttp.ClientResponse:
+        return await self._http.post(f"{self.url}{self._route.path}", data=_Payload(body), headers=headers, trace_request_ctx=attempt)
 
-    async def _send_again(self, body: bytes, headers: dict[str, str]) -> aiohttp.ClientResponse:
+    async def _send_again(self, body: Body, headers: dict[str, str]) -> aiohttp.ClientResponse:
         try:
             return await self._send(body, headers, _Attempt())
         except (aiohttp.ClientError, TimeoutError) as error:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -15,16 +15,19 @@ from agentserve.engines import Chunk, GenerateRequest, Usage
 from agentserve.errors import EngineRefused
 from model.conversation import Json
 
+Body: TypeAlias = "tuple[bytes, ...]"
+"""A JSON body in pieces."""
+
 
 @dataclass(frozen=True, slots=True)
 class Route:
     """One way to send token ids: where to, and the JSON body for (request, served model name)."""
 
     path: str
-    body: Callable[[GenerateRequest, str], bytes]
+    body: Callable[[GenerateRequest, str], Body]
 
 
-def _generate_body(request: GenerateRequest, model: str) -> bytes:
+def _generate_body(request: GenerateRequest, model: str) -> Body:
     sampling: dict[str, Json] = {"detokenize": False, **request.sampling, "max_tokens": request.max_tokens}
     # Text costs the engine a detokenizer step for every token, so it is asked for only where something is read from it.
     wants_text = bool(request.sampling.get("stop")) or request.sampling.get("logprobs") is not None
@@ -38,7 +41,7 @@ def _generate_body(request: GenerateRequest, model: str) -> bytes:
     return _with_ids(b'{"token_ids":[', request, fields)
 
 
-def _completions_body(request: GenerateRequest, model: str) -> bytes:
+def _completions_body(request: GenerateRequest, model: str) -> Body:
     fields: dict[str, Json] = {**request.sampling, **_common_fields(request, model)}
     fields["max_tokens"] = request.max_tokens
     fields["return_token_ids"] = True
@@ -61,8 +64,8 @@ def _common_fields(request: GenerateRequest, model: str) -> dict[str, Json]:
     return fields
 
 
-def _with_ids(opening: bytes, request: GenerateRequest, fields: Mapping[str, Json]) -> bytes:
-    return b"".join((opening, request.prompt_json, b"],", msgspec.json.encode(fields)[1:]))
+def _with_ids(opening: bytes, request: GenerateRequest, fields: Mapping[str, Json]) -> Body:
+    return opening, *request.prompt_json, b"]," + msgspec.json.encode(fields)[1:]
 
 
 GENERATE = Route("/inference/v1/generate", _generate_body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -35,6 +36,11 @@ def router(server: Server) -> APIRouter:
         if not await server.engine.healthy():
             raise EngineUnavailable("the engine does not answer")
         return json_response({"status": "ready", "engine": server.engine.info.name, "model": server.model_name})
+
+    @routes.get("/version")
+    async def version_() -> Response:
+        info = server.engine.info
+        return json_response({"version": version("agentserve"), "engine": info.name, "engine_url": server.engine.url})
 
     @routes.get("/metrics")
     async def metrics() -> Response:

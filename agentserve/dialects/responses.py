@@ -1,0 +1,271 @@
+"""OpenAI Responses: the request side.
+
+Input items stay raw bytes until the ledger asks for them. Neighbouring items of the assistant — reasoning, message, function calls — are
+one turn of it, whether they carry ids or not. Hosted tools that clients offer by default but this server cannot run are not offered to
+the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby, takewhile
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+import xxhash
+
+from agentserve.conversation import TurnOptions
+from agentserve.dialects.json_body import decode_body, decode_part
+from agentserve.dialects.openai_chat import in_call_order, parse_arguments
+from agentserve.dialects.sampling import SamplingFields, sampling
+from agentserve.errors import InvalidRequest, Unsupported
+from model.conversation import AssistantItem, Head, Item, Json, SystemItem, Tool, ToolCall, ToolResultItem, UserItem
+
+HEAD_ROLES = ("system", "developer")
+HOSTED_TOOLS = ("web_search", "image_generation")
+"""Beginnings of tool types that are left out."""
+
+Kind: TypeAlias = Literal["assistant", "result", "message"]
+
+
+class ResponsesRequest(SamplingFields, kw_only=True):
+    """The body of POST /v1/responses; input items and `tools` undecoded."""
+
+    input: str | list[msgspec.Raw]
+    model: str | None = None
+    instructions: str | None = None
+    tools: msgspec.Raw = msgspec.Raw()
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    max_output_tokens: int | None = None
+    stop: str | list[str] | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    user: str | None = None
+    truncation: str | None = None
+    background: bool | None = None
+    conversation: Any = None
+    prompt: Any = None
+    top_logprobs: int | None = None
+
+
+class Part(msgspec.Struct):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class Label(msgspec.Struct):
+    """What is needed of an item to know its kind."""
+
+    type: str | None = None
+    role: str | None = None
+
+
+class InputItem(msgspec.Struct):
+    type: str | None = None
+    role: str | None = None
+    content: str | list[Part] | None = None
+    summary: list[Part] | None = None
+    id: str | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[Part] | None = None
+
+
+class ToolForm(msgspec.Struct):
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+_request = msgspec.json.Decoder(ResponsesRequest)
+_label = msgspec.json.Decoder(Label)
+_item = msgspec.json.Decoder(InputItem)
+_tools = msgspec.json.Decoder(list[ToolForm] | None)
+
+
+def parse(body: bytes) -> ResponsesRequest:
+    """Decode a body. Raises InvalidRequest with the path of what is wrong."""
+    request = decode_body(_request, body)
+    if request.max_output_tokens is not None and request.max_output_tokens < 1:
+        raise InvalidRequest(f"max_output_tokens must be at least 1, not {request.max_output_tokens}", param="max_output_tokens")
+    _refuse_unsupported(request)
+    return request
+
+
+def _refuse_unsupported(request: ResponsesRequest) -> None:
+    if request.tool_choice not in (None, "auto", "none"):
+        raise Unsupported(f"tool_choice {request.tool_choice!r} is not supported: use 'auto' or 'none'", param="tool_choice")
+    if request.background:
+        raise Unsupported("background responses are not supported: wait for the answer, or stream it", param="background")
+    if request.top_logprobs:
+        raise Unsupported("logprobs are not supported on this route", param="top_logprobs")
+    for name in ("conversation", "prompt"):
+        if getattr(request, name) is not None:
+            raise Unsupported(f"{name} objects are not kept here: send the items as input, or use previous_response_id", param=name)
+
+
+def options(request: ResponsesRequest) -> TurnOptions:
+    """What the request asks for beside the history. Raises InvalidRequest."""
+    stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
+    if any(not text for text in stop):
+        raise InvalidRequest("stop must not hold an empty string", param="stop")
+    asked = sampling(request, _structured(request.text))
+    return TurnOptions(request.max_output_tokens, asked, stop, request.priority, request.vllm_xargs or {})
+
+
+def _structured(text: dict[str, Any] | None) -> dict[str, Json] | None:
+    form = (text or {}).get("format")
+    kind = form.get("type") if isinstance(form, dict) else form
+    if kind in (None, "text"):
+        return None
+    if kind == "json_object":
+        return {"json_object": True}
+    if kind == "json_schema" and isinstance(form, dict) and isinstance(form.get("schema"), dict):
+        return {"json": form["schema"]}
+    raise InvalidRequest("text.format must be of type text, json_object, or json_schema with a schema object", param="text.format")
+
+
+def input_items(request: ResponsesRequest) -> list[bytes]:
+    """The request's own input items as JSON text, free of its body; input that is a text is one message by the user."""
+    if isinstance(request.input, str):
+        return [msgspec.json.encode({"type": "message", "role": "user", "content": request.input})]
+    return [bytes(raw) for raw in request.input]
+
+
+class ResponsesConversation:
+    """A request as a `Conversation`: the items of what it goes on from, then its own, each as JSON text."""
+
+    first = 0
+
+    def __init__(self, request: ResponsesRequest, history: Sequence[bytes], own: Sequence[bytes]) -> None:
+        self._instructions = request.instructions
+        self._tools = request.tools
+        self._items = [msgspec.Raw(item) for item in (*history, *own)]
+        self._num_before = len(history)
+        self._num_head = sum(1 for _ in takewhile(self._is_head, range(len(self._items))))
+        if self._num_head == len(self._items):
+            raise InvalidRequest("input must hold a user message or a tool's output beside the system text", param="input")
+        if self._kind(len(self._items) - 1) == "assistant":
+            raise Unsupported("the last input item must not be the assistant's: continuing a given answer is not supported", param="input")
+        digest = xxhash.xxh3_128(b"responses" + msgspec.json.encode(request.instructions))
+        for raw in (request.tools, *self._items[: self._num_head]):
+            digest.update(raw)
+        self.chain: list[bytes] = [digest.digest()]
+        for raw in self._items[self._num_head :]:
+            digest.update(raw)
+            self.chain.append(digest.digest())
+
+    def whole(self) -> ResponsesConversation:
+        """Itself: nothing is left out."""
+        return self
+
+    def head(self) -> Head:
+        """Instructions and leading system messages, joined by a blank line, and the tools."""
+        texts = [self._instructions or "", *(self._text(self._read(index).content, index) for index in range(self._num_head))]
+        return Head("\n\n".join(text for text in texts if text), self.tools())
+
+    def tools(self) -> tuple[Tool, ...]:
+        """The functions offered, in the client's order."""
+        tools: list[Tool] = []
+        for form in (decode_part(_tools, self._tools, "tools") if bytes(self._tools) else None) or ():
+            if form.type == "function":
+                if not form.name:
+                    raise InvalidRequest("a tool of type 'function' must have a name", param="tools")
+                tools.append(Tool(form.name, form.description or "", form.parameters))
+            elif not form.type.startswith(HOSTED_TOOLS):
+                raise Unsupported(f"tools of type {form.type!r} are not supported: only 'function'", param="tools")
+        return tuple(tools)
+
+    def steps(self, start: int) -> list[tuple[int | None, list[Item]]]:
+        """Items after the first `start` behind the head: a turn of the assistant and neighbouring tool results are one step each."""
+        steps: list[tuple[int | None, list[Item]]] = []
+        base = self._num_head
+        calls = self._calls_before(base + start)
+        for kind, group in groupby(range(base + start, len(self._items)), self._kind):
+            indices = list(group)
+            end = indices[-1] + 1 - base
+            match kind:
+                case "assistant":
+                    said = self._assistant(indices)
+                    calls = said.calls
+                    steps.append((end, [said]))
+                case "result":
+                    steps.append((end, list(in_call_order([self._result(index) for index in indices], calls))))
+                case "message":
+                    steps.extend((index + 1 - base, [self._message(index)]) for index in indices)
+        return steps
+
+    def _calls_before(self, index: int) -> tuple[ToolCall, ...]:
+        """The calls of the assistant's turn that ends before `index`, whose results may follow."""
+        indices = list(takewhile(lambda i: self._kind(i) == "assistant", range(index - 1, self._num_head - 1, -1)))
+        return self._assistant(indices[::-1]).calls
+
+    def _assistant(self, indices: Sequence[int]) -> AssistantItem:
+        texts: list[str] = []
+        thoughts: list[str] = []
+        calls: list[ToolCall] = []
+        for index in indices:
+            item = self._read(index)
+            match item.type:
+                case "reasoning":
+                    thought = self._text(item.content, index) or "\n\n".join(part.text or "" for part in item.summary or ())
+                    thoughts.append(thought)
+                case "function_call":
+                    calls.append(ToolCall(item.call_id or item.id or "", item.name or "", parse_arguments(item.arguments or "")))
+                case _:
+                    texts.append(self._text(item.content, index))
+        return AssistantItem("".join(texts), "".join(thoughts) or None, tuple(calls))
+
+    def _result(self, index: int) -> ToolResultItem:
+        item = self._read(index)
+        return ToolResultItem(item.call_id or "", self._text(item.output, index))
+
+    def _message(self, index: int) -> Item:
+        item = self._read(index)
+        text = self._text(item.content, index)
+        return UserItem(text) if item.role == "user" else SystemItem(text)
+
+    def _kind(self, index: int) -> Kind:
+        label = decode_part(_label, self._items[index], self._name(index))
+        match label.type, label.role:
+            case (("message" | None), "assistant"):
+                return "assistant"
+            case (("message" | None), ("user" | "system" | "developer")):
+                return "message"
+            case (("message" | None), role):
+                at = f"{self._name(index)}.role"
+                raise InvalidRequest(f"{at} {role!r} is not known: use user, assistant, system or developer", param=at)
+            case (("reasoning" | "function_call"), _):
+                return "assistant"
+            case "function_call_output", _:
+                return "result"
+        known = "message, reasoning, function_call and function_call_output"
+        raise Unsupported(f"{self._name(index)} is of type {label.type!r}: only {known} are supported", param=self._name(index))
+
+    def _is_head(self, index: int) -> bool:
+        return self._kind(index) == "message" and decode_part(_label, self._items[index], self._name(index)).role in HEAD_ROLES
+
+    def _text(self, content: str | Sequence[Part] | None, index: int) -> str:
+        if content is None or isinstance(content, str):
+            return content or ""
+        for part in content:
+            if part.type not in ("input_text", "output_text", "text", "refusal", "reasoning_text"):
+                at = f"{self._name(index)}.content"
+                raise Unsupported(f"{at} holds a part of type {part.type!r}: only text is supported", param=at)
+        return "".join(part.text or part.refusal or "" for part in content)
+
+    def _read(self, index: int) -> InputItem:
+        return decode_part(_item, self._items[index], self._name(index))
+
+    def _name(self, index: int) -> str:
+        """How errors name an item: by its place in the request's own input."""
+        return f"input[{index - self._num_before}]" if index >= self._num_before else f"item {index} of the previous response"

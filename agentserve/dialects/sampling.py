@@ -1,0 +1,45 @@
+"""Request fields beside the history that mean the same in Anthropic's and Responses' bodies, most of them vLLM's own extensions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from model.conversation import Json
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """Fields that go to the engine under the same name, and those that this server reads on every route."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    priority: int | None = None
+    session_id: str | None = None
+    vllm_xargs: dict[str, Any] | None = None
+
+
+_NOT_SAMPLING = frozenset({"priority", "session_id", "vllm_xargs"})
+PASSED = tuple(name for name in SamplingFields.__struct_fields__ if name not in _NOT_SAMPLING)
+"""Sampling fields that go to the engine as they are."""
+
+
+def sampling(fields: SamplingFields, structured: dict[str, Json] | None) -> dict[str, Json]:
+    """What the client said, in the engine's names; `structured` is what the dialect's own field asks of the answer's text."""
+    said: dict[str, Json] = {name: value for name in PASSED if (value := getattr(fields, name)) is not None}
+    if structured is not None:
+        said["structured_outputs"] = structured
+    return said

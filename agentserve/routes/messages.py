@@ -1,0 +1,44 @@
+"""POST /v1/messages and POST /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+import time
+from secrets import token_hex
+
+from fastapi import APIRouter, Request, Response
+
+from agentserve.body import read_body
+from agentserve.dialects.anthropic import MessagesConversation, MessagesRequest, client_session, options, parse
+from agentserve.dialects.anthropic_answer import MessagesAnswer
+from agentserve.headers import json_response
+from agentserve.identity import grouped, identify
+from agentserve.routes.run import Asked, answer
+from agentserve.server import Server
+
+
+def router(server: Server) -> APIRouter:
+    """Anthropic's routes over `server`."""
+    routes = APIRouter()
+
+    async def read(request: Request) -> MessagesRequest:
+        limits = server.settings.limits
+        messages = parse(await read_body(request, max_bytes=limits.body_bytes, seconds=limits.body_seconds))
+        server.check_model(messages.model)
+        return messages
+
+    @routes.post("/v1/messages")
+    async def create(request: Request) -> Response:
+        started = time.monotonic()
+        namespace = server.namespace(request.headers)
+        messages = await read(request)
+        identity = grouped(identify(request.headers, messages.session_id), client_session(messages))
+        asked = Asked(MessagesConversation(messages), options(messages), identity, bool(messages.stream), started)
+        return answer(server, namespace, asked, MessagesAnswer(f"msg_{token_hex(12)}", server.model_name))
+
+    @routes.post("/v1/messages/count_tokens")
+    async def count_tokens(request: Request) -> Response:
+        namespace = server.namespace(request.headers)
+        messages = await read(request)
+        return json_response({"input_tokens": await server.turns.count(MessagesConversation(messages), namespace)})
+
+    return routes

@@ -1,0 +1,57 @@
+"""POST /v1/responses, and GET and DELETE of a stored response."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from secrets import token_hex
+
+from fastapi import APIRouter, Request, Response
+
+from agentserve.body import read_body
+from agentserve.dialects.responses import ResponsesConversation, input_items, options, parse
+from agentserve.dialects.responses_answer import ResponsesAnswer
+from agentserve.dialects.responses_store import StoredResponse
+from agentserve.headers import json_response
+from agentserve.identity import grouped, identify
+from agentserve.routes.run import Asked, answer
+from agentserve.server import Server
+from agentserve.turns import Plan
+
+
+def router(server: Server) -> APIRouter:
+    """The Responses routes over `server`."""
+    routes = APIRouter()
+    store = server.responses
+
+    @routes.post("/v1/responses")
+    async def create(request: Request) -> Response:
+        started = time.monotonic()
+        namespace = server.namespace(request.headers)
+        limits = server.settings.limits
+        asked = parse(await read_body(request, max_bytes=limits.body_bytes, seconds=limits.body_seconds))
+        server.check_model(asked.model)
+        previous = store.previous(namespace, asked.previous_response_id) if asked.previous_response_id is not None else None
+        own = input_items(asked)
+        conversation = ResponsesConversation(asked, previous.history() if previous else (), own)
+        session_id = asked.session_id or (previous.session_id if previous else None)
+        identity = grouped(identify(request.headers, session_id), asked.prompt_cache_key)
+
+        def keep(plan: Plan, body: bytes, output: list[bytes]) -> None:
+            if asked.store is not False:
+                store.add(namespace, StoredResponse(writer.id, plan.session_id, body, (*own, *output), previous))
+
+        writer = ResponsesAnswer(asked, token_hex(24), server.model_name, int(datetime.now(UTC).timestamp()), keep)
+        return answer(server, namespace, Asked(conversation, options(asked), identity, bool(asked.stream), started), writer)
+
+    @routes.get("/v1/responses/{response_id}")
+    async def stored(request: Request, response_id: str) -> Response:
+        found = store.get(server.namespace(request.headers), response_id)
+        return Response(found.body, media_type="application/json")
+
+    @routes.delete("/v1/responses/{response_id}")
+    async def delete(request: Request, response_id: str) -> Response:
+        store.delete(server.namespace(request.headers), response_id)
+        return json_response({"id": response_id, "object": "response", "deleted": True})
+
+    return routes

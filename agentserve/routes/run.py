@@ -1,0 +1,152 @@
+"""Runs one turn for a route and writes its answer in the route's dialect: streamed or whole, and errors before or after the first byte."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import structlog
+
+from agentserve.conversation import Conversation, TurnOptions
+from agentserve.dialects.errors import error_headers
+from agentserve.errors import AgentserveError
+from agentserve.exchange import Exchange, Wire
+from agentserve.headers import EVENT_STREAM, JSON, plan_headers, write_json
+from agentserve.identity import Identity
+from agentserve.ledger import Node
+from agentserve.server import Server
+from agentserve.sessions import Namespace
+from agentserve.turns import Outcome, Plan, Turn
+from model.chat import Delta
+
+_log = structlog.get_logger(__name__)
+
+
+class AnswerWriter(Protocol):
+    """Writes one answer in the grammar of a dialect. Stream methods give whole events, in the order opening, deltas…, closing."""
+
+    @property
+    def keep_alive(self) -> bytes:
+        """What may be sent at any time between two events, also before the first."""
+        ...
+
+    def opening(self, plan: Plan) -> bytes:
+        """The events ahead of the first delta."""
+        ...
+
+    def deltas(self, deltas: list[Delta]) -> bytes:
+        """The events of one step."""
+        ...
+
+    def closing(self, plan: Plan, outcome: Outcome) -> bytes:
+        """The events that end a stream well."""
+        ...
+
+    def failure(self, error: AgentserveError) -> bytes:
+        """The events that end a stream that broke after its first byte; `opening` may not have been written."""
+        ...
+
+    def whole(self, plan: Plan, outcome: Outcome, deltas: Iterable[Delta]) -> bytes:
+        """The body of an answer that is not streamed; `deltas` are all of it."""
+        ...
+
+    def refusal(self, error: AgentserveError) -> dict[str, Any]:
+        """The body of an error status."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a route read from a request. `started`: when it came, monotonic seconds. `onto`: the node that the conversation follows."""
+
+    conversation: Conversation
+    options: TurnOptions
+    identity: Identity
+    stream: bool
+    started: float
+    onto: Node | None = None
+
+
+def answer(server: Server, namespace: Namespace, asked: Asked, writer: AnswerWriter) -> Exchange:
+    """The response that runs the turn."""
+    return Exchange(
+        TurnRun(server, namespace, asked, writer).handle,
+        silence_seconds=server.settings.limits.keep_alive_seconds,
+        keep_alive=writer.keep_alive if asked.stream else None,
+    )
+
+
+class TurnRun:
+    """One request on its way through a turn."""
+
+    def __init__(self, server: Server, namespace: Namespace, asked: Asked, writer: AnswerWriter) -> None:
+        self._server = server
+        self._namespace = namespace
+        self._asked = asked
+        self._writer = writer
+
+    async def handle(self, wire: Wire) -> None:
+        """Run the turn and write it; errors become a status, or an event once the stream has begun."""
+        asked = self._asked
+        if asked.stream:
+            wire.prepare(200, EVENT_STREAM)  # so that keep-alives can be sent while the turn waits for its ticket
+        try:
+            turns = self._server.turns
+            async with turns.turn(asked.conversation, asked.options, asked.identity, self._namespace, asked.onto) as turn:
+                await (self._stream(wire, turn) if asked.stream else self._whole(wire, turn))
+        except AgentserveError as error:
+            self._server.metrics.failed_turns.labels(error.kind).inc()
+            if wire.started:
+                await wire.write(self._writer.failure(error), more=False)
+            else:
+                await write_json(wire, self._writer.refusal(error), status=error.status, headers=error_headers(error))
+
+    async def _stream(self, wire: Wire, turn: Turn) -> None:
+        if not wire.started:
+            wire.prepare(200, {**EVENT_STREAM, **plan_headers(turn.plan)})
+        opened = False
+        async with aclosing(turn.deltas(self._asked.options.stop)) as steps:
+            async for deltas in steps:
+                if opened:
+                    await wire.write(self._writer.deltas(deltas))
+                    continue
+                opened = True
+                self._first_token()
+                await wire.write(self._writer.opening(turn.plan) + self._writer.deltas(deltas))
+        outcome = self._finished(turn)
+        opening = b"" if opened else self._writer.opening(turn.plan)
+        await wire.write(opening + self._writer.closing(turn.plan, outcome), more=False)
+
+    async def _whole(self, wire: Wire, turn: Turn) -> None:
+        said: list[Delta] = []
+        async with aclosing(turn.deltas(self._asked.options.stop)) as steps:
+            async for deltas in steps:
+                if not said:
+                    self._first_token()
+                said += deltas
+        outcome = self._finished(turn)
+        wire.prepare(200, {**JSON, **plan_headers(turn.plan, outcome.hits)})
+        await wire.write(self._writer.whole(turn.plan, outcome, said), more=False)
+
+    def _first_token(self) -> None:
+        self._server.metrics.first_token.observe(time.monotonic() - self._asked.started)
+
+    def _finished(self, turn: Turn) -> Outcome:
+        outcome = turn.outcome
+        assert outcome is not None
+        self._server.metrics.answered(turn.plan, outcome)
+        _log.info(
+            "turn",
+            session=turn.plan.session_id,
+            kind=turn.plan.kind.value,
+            num_prompt_tokens=turn.plan.num_prompt_tokens,
+            num_generated_tokens=outcome.num_generated_tokens,
+            ceiling=outcome.hits.ceiling,
+            num_cached_tokens=outcome.hits.actual,
+            finish_reason=outcome.finish_reason,
+            seconds=round(time.monotonic() - self._asked.started, 4),
+        )
+        return outcome
