@@ -67,14 +67,16 @@ class CacheBooks:
             if last is not None:
                 ids.append(last)
 
-    def book(self, session: Session, relation: Relation, estimate: Estimate, num_cached_tokens: int | None) -> TurnHits:
-        """Account for a request that the engine has answered."""
+    def book(
+        self, session: Session, relation: Relation, estimate: Estimate, num_cached_tokens: int | None, computed: FlatPrompt
+    ) -> TurnHits:
+        """Account for a request that the engine has answered; `computed` holds its prompt and what was generated."""
         hits = self._account(estimate, relation, num_cached_tokens)
         if self.mirror is not None and num_cached_tokens is not None:
+            size = self.mirror.block_size
+            num_blocks = max(0, len(computed.ids) - 1) // size
             # Also while suspect: a run of right guesses is what ends the suspicion.
-            num_blocks = estimate.num_prompt_tokens // self.mirror.block_size
-            predicted = estimate.num_resident_blocks * self.mirror.block_size
-            self.mirror.learn(estimate.hashes, num_cached_tokens, predicted, num_blocks=num_blocks)
+            self.mirror.learn(computed.chain.hashes, num_cached_tokens, estimate.num_resident_blocks * size, num_blocks=num_blocks)
         session.totals.add(hits)
         self.totals.add(hits)
         return hits
@@ -84,14 +86,17 @@ class CacheBooks:
         return self._account(estimate, relation, None)
 
     def _account(self, estimate: Estimate, relation: Relation, num_cached_tokens: int | None) -> TurnHits:
+        shared = relation.shared_tokens
+        if estimate.volatile_tokens:  # what is lost to these is not lost to an edit
+            shared = max(shared, estimate.ceiling + estimate.volatile_tokens)
         return account(
             num_prompt_tokens=estimate.num_prompt_tokens,
             ceiling=estimate.ceiling,
             block_size=self.block_size,
             actual=num_cached_tokens,
             predicted=estimate.predicted,
-            history_tokens=max(relation.shared_tokens, relation.history_tokens - estimate.volatile_tokens),  # each token is lost once
-            shared_tokens=relation.shared_tokens,
+            history_tokens=relation.history_tokens,
+            shared_tokens=shared,
             volatile_tokens=estimate.volatile_tokens,
             confirmed_evicted=self._evicted(estimate, num_cached_tokens),
         )

@@ -91,7 +91,7 @@ def _progress(text: str) -> None:
 
 def _announce(server: Server, url: str) -> None:
     if isinstance(server.engine, EmbeddedEngine):
-        _console.print(WHAT_IS_REAL)
+        _console.print(WHAT_IS_REAL, soft_wrap=True)
     info = server.engine.info
     capacity = f"{info.kv_capacity_tokens:,} tokens of KV cache" if info.kv_capacity_tokens else "KV capacity unknown"
     _console.print(f"\n[bold]agentserve {version('agentserve')}[/bold] on {info.name}, model {server.model_name!r}, {capacity}")
@@ -99,9 +99,11 @@ def _announce(server: Server, url: str) -> None:
     body = f'{{"model":"{server.model_name}","stream":true,"max_tokens":64,"messages":[{{"role":"user","content":"Hello"}}]}}'
     _console.print("Try:", style="bold")
     _console.print(f"  curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'", soft_wrap=True, markup=False)
-    _console.print(f"  curl {url}/v1/sessions          # what the server knows of each session", markup=False)
-    _console.print(f"  curl {url}/metrics              # agentserve_* and the engine's own", markup=False)
-    _console.print("  make replay                          # drive agent sessions through it and print the hit report", markup=False)
+    _console.print(f"  curl {url}/v1/sessions          # what the server knows of each session", soft_wrap=True, markup=False)
+    _console.print(f"  curl {url}/metrics              # agentserve_* and the engine's own", soft_wrap=True, markup=False)
+    _console.print(
+        "  make replay                          # drive agent sessions through it and print the hit report", soft_wrap=True, markup=False
+    )
     _console.print("Stop with Ctrl-C.")
 
 

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from msgspec import Raw
+from xxhash import xxh3_128
+
 from model.conversation import Head, Item, Json
+
+
+def running_digests(seed: bytes, parts: Iterable[bytes | Raw]) -> list[bytes]:
+    """16 bytes for `seed` alone, then for it and each longer run of `parts`."""
+    digest = xxh3_128(seed)
+    digests = [digest.digest()]
+    for part in parts:
+        digest.update(part)
+        digests.append(digest.digest())
+    return digests
 
 
 class Conversation(Protocol):
@@ -24,6 +37,13 @@ class Conversation(Protocol):
 
     def whole(self) -> Conversation:
         """The same history with `first` zero."""
+        ...
+
+    def tail(self) -> list[bytes]:
+        """The running digests of the messages behind the head alone, from none of them to all; only where `first` is zero.
+
+        Those of different dialects, which may mean different things by the same bytes, never meet.
+        """
         ...
 
     def head(self) -> Head:

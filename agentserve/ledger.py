@@ -155,7 +155,7 @@ class Ledger:
     def follow(self, node: Node, step: Step) -> Node | None:
         """The child of `node` that means the same as `step`, the latest first; None if there is none.
 
-        Reasoning must agree where the client sends one; a client that leaves it out matches any. Notes are looked through, the latest first.
+        Reasoning must agree where the client sends one; a client that leaves it out matches any. Notes are looked through, latest first.
         """
         wanted, reasoning = _meaning(step), _reasoning_digest(step)
         for parent in (*reversed(node.children.get(NOTE, ())), node):

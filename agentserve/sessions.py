@@ -109,6 +109,13 @@ class Namespace:
         self.sessions.move_to_end(wanted)
         return session
 
+    def own(self, node: Node, session: Session) -> None:
+        """Let a later request that comes as far as `node`, or to what has just been appended before it, find `session` without an id."""
+        step: Node | None = node
+        while step is not None and step.parent is not None and step.owner is None:
+            step.owner = session.id
+            step = step.parent
+
     def advance(self, session: Session, node: Node) -> None:
         """Make `node` the session's latest tip; a tip that it continues is replaced."""
         before = node.parent

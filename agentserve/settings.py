@@ -79,9 +79,7 @@ class Settings(BaseSettings):
     api_keys: tuple[SecretStr, ...] = Field((), description="Keys that clients may use; none: open. Sessions never cross keys.")
     share_prefixes: bool = Field(False, description="Let different API keys share cached prefixes (no cache salt).")
     model_name: str | None = Field(None, description="Model name shown to clients; default: the engine's.")
-    cache_folder: Path = Field(
-        Path.home() / ".cache" / "agentserve", description="Where the generated nano model and the engine's log are kept."
-    )
+    cache_folder: Path = Field(Path.home() / ".cache" / "agentserve", description="Where the generated nano model is kept.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged (JSON on stderr).")
     engine: EngineSettings = EngineSettings()
     limits: LimitSettings = LimitSettings()

@@ -13,29 +13,26 @@ Whatever ends a turn — the answer, an error, a client that left — runs step 
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
 from admission.requests import AdmissionRequest
 from agentserve.cache import CacheBooks, Estimate
-from agentserve.canonical.canonicaliser import NO_FORM, Canonicaliser, Effect, Form
+from agentserve.canonical.canonicaliser import Canonicaliser, Effect
 from agentserve.conversation import Conversation, TurnOptions
 from agentserve.engines import Chunk, Engine, GenerateRequest, Usage
 from agentserve.errors import ContextTooLong, EngineError
 from agentserve.identity import Identity
-from agentserve.ledger import TWIN, Ledger, Node
+from agentserve.ledger import Node
+from agentserve.places import Place, Places
 from agentserve.sessions import Namespace, Namespaces, Relation, Session, TurnKind
 from agentserve.stops import StopCutter
 from agentserve.waiting import WaitingRoom
-from model.chat import ChatFormat, Delta, OutputParser, Piece, ReasoningDelta
-from model.conversation import AssistantItem, Item, SystemItem
+from model.chat import ChatFormat, Delta, OutputParser, ReasoningDelta
+from model.conversation import AssistantItem
 from model.tokenizer import Tokenizer
 from prefix_cache.hits import TurnHits
-
-LONG_HEAD_CHARACTERS = 32_768
-"""Heads above this are canonicalised off the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,30 +61,6 @@ class Outcome:
     hits: TurnHits
     num_reasoning_tokens: int = 0
     """Tokens of the engine's steps that began with reasoning."""
-
-
-@dataclass(slots=True)
-class Place:
-    """Where a prompt stands: its branch up to the last item (held), and the generation prompt that follows.
-
-    `matched` is the last node that was known before. `more`: items of the client follow it; `foreign`: an answer that was not given here is
-    among them. `twin_end`: how far the history was known under a head that differs only in what rules that are off would take out, tokens.
-    """
-
-    node: Node
-    form: Form
-    matched: Node
-    num_encoded_tokens: int = 0
-    more: bool = False
-    foreign: bool = False
-    twin_end: int = 0
-    open_ids: Sequence[int] = ()
-
-    def move_to(self, node: Node, ledger: Ledger) -> None:
-        """Hold `node` in place of where it stood."""
-        ledger.hold(node)
-        ledger.release(self.node)
-        self.node = node
 
 
 class Turn:
@@ -168,13 +141,14 @@ class Turn:
     def _commit(self, item: AssistantItem) -> Outcome:
         """Step 6: the generated ids join the ledger as the engine sent them."""
         usage = self._last.usage
-        hits = self._turns.books.book(self._session, self._relation, self._estimate, usage.num_cached_tokens if usage else None)
+        prompt = self._session.prompt
         if self._generated:
             ids = [*self._place.open_ids, *self._generated]
             node = self._namespace.ledger.append(self._place.node, (item,), ids, generated=True)
             self._namespace.advance(self._session, node)
-            self._session.prompt.move_to(node)
-            self._turns.books.computed(self._session.prompt, node.end - 1)  # the last sampled token has no KV
+            prompt.move_to(node)
+            self._turns.books.computed(prompt, node.end - 1)  # the last sampled token has no KV
+        hits = self._turns.books.book(self._session, self._relation, self._estimate, usage.num_cached_tokens if usage else None, prompt)
         self._session.num_turns += 1
         kinds = self._session.num_by_kind
         kinds[self._relation.kind] = kinds.get(self._relation.kind, 0) + 1
@@ -203,13 +177,12 @@ class Turns:
         self.engine = engine
         self.tokenizer = tokenizer
         self.chat = chat
+        self._places = Places(tokenizer, chat, canonicaliser)
         self.namespaces = namespaces
         self.books = books
         self.room = room
-        self.canonicaliser = canonicaliser
         self._clock = clock
         self._new_id = new_id
-        self._openings: dict[tuple[Piece, ...], list[int]] = {}
 
     @asynccontextmanager
     async def turn(
@@ -224,9 +197,10 @@ class Turns:
 
         With `onto`, the conversation holds only what follows that node.
         """
-        place = await self._place(conversation, namespace, onto)
+        place = await self._places.find(conversation, namespace.ledger, onto)
         turn: Turn | None = None
         session = namespace.resolve(identity, place.matched, self._clock(), self._new_id)
+        namespace.own(place.node, session)
         session.running += 1
         try:
             relation = session.relation(place.matched, more=place.more, foreign=place.foreign)
@@ -246,116 +220,9 @@ class Turns:
 
     async def count(self, conversation: Conversation, namespace: Namespace) -> int:
         """The tokens of the prompt that a turn would send. Books nothing and leaves nothing behind."""
-        place = await self._place(conversation, namespace)
+        place = await self._places.find(conversation, namespace.ledger)
         namespace.ledger.release(place.node)
         return place.node.end + len(place.open_ids)
-
-    async def _place(self, conversation: Conversation, namespace: Namespace, onto: Node | None = None) -> Place:
-        """Steps 1 and 2: match by bytes, then by meaning; render and append the rest. The node comes back held."""
-        ledger = namespace.ledger
-        found = (onto, NO_FORM, 1) if onto is not None else ledger.find(conversation.chain)
-        if found is not None:
-            place, start = Place(found[0], found[1], found[0]), conversation.first + found[2] - 1
-        else:
-            conversation = conversation.whole()
-            place, start = await self._head(conversation, ledger), 0
-        ledger.hold(place.node)
-        try:
-            steps = conversation.steps(start)
-            for end, step in steps:
-                await self._step(place, ledger, step)
-                # A head that changes its bytes every turn would be remembered at each node: where it ended is enough.
-                if end is not None and (place.more or step is steps[-1][1]):
-                    ledger.remember(conversation.chain[end - conversation.first], place.node, place.form)
-            await self._note(place, ledger)
-            place.open_ids = self._opening(place.node)
-        except BaseException:
-            ledger.release(place.node)
-            raise
-        return place
-
-    async def _head(self, conversation: Conversation, ledger: Ledger) -> Place:
-        """The place of a head whose bytes are not known."""
-        sent = conversation.head()
-        is_long = len(sent.system) > LONG_HEAD_CHARACTERS
-        head, form = await asyncio.to_thread(self.canonicaliser.apply, sent) if is_long else self.canonicaliser.apply(sent)
-        node = ledger.find_head(form.key)
-        num_encoded, twin_end = 0, 0
-        if node is None:
-            twin_end = self._twin_end(conversation, ledger, form)
-            ids = await self._encode(self.chat.head(head))
-            num_encoded = len(ids)
-            node = ledger.add_head(head, ids, form.key)
-        form = self.canonicaliser.pinned(form, head, node.head)
-        ledger.remember(conversation.chain[0], node, form)
-        if not self.canonicaliser.is_complete:
-            ledger.remember(TWIN + form.alike, node, form)
-        return Place(node, form, node, num_encoded, twin_end=twin_end)
-
-    def _twin_end(self, conversation: Conversation, ledger: Ledger, form: Form) -> int:
-        """How far the history is known under the latest head of the same `alike`, in tokens; 0 without one."""
-        steps = conversation.steps(0)  # also without a twin: a history that cannot be read must leave nothing behind
-        found = None if self.canonicaliser.is_complete else ledger.find([TWIN + form.alike])
-        node = None if found is None else found[0]
-        end = 0
-        for _, step in steps:
-            if node is None:
-                break
-            end = node.end
-            node = ledger.follow(node, step)
-        return node.end if node is not None else end
-
-    async def _step(self, place: Place, ledger: Ledger, step: Sequence[Item]) -> None:
-        """Go on to the node of `step`; what is not known is rendered."""
-        child = ledger.follow(place.node, step)
-        if child is None:
-            place.move_to(ledger.tail(place.node), ledger)
-            if not place.more:
-                place.matched, place.more = place.node, True
-            place.foreign = place.foreign or isinstance(step[0], AssistantItem)
-            ids = await self._encode(self._pieces(place.node, step))
-            place.num_encoded_tokens += len(ids)
-            child = ledger.append(place.node, step, ids)
-        place.move_to(child, ledger)
-        if not place.more:
-            place.matched = child
-
-    async def _note(self, place: Place, ledger: Ledger) -> None:
-        """Tell the model what the head would have said, where that differs from what it has read on this branch."""
-        news = place.form.news(place.node.notes)
-        if not news:
-            return
-        note = ledger.follow_note(place.node, news)
-        if note is None:
-            text = "\n".join(news.values())
-            ids = await self._encode(self._pieces(place.node, (SystemItem(text),)))
-            place.num_encoded_tokens += len(ids)
-            note = ledger.append_note(place.node, text, news, ids)
-        elif not place.more:
-            place.matched = note
-        place.move_to(note, ledger)
-
-    def _opening(self, node: Node) -> list[int]:
-        """The generation prompt behind `node`: words of the format only, so each form is encoded once."""
-        pieces = (*self._closing(node), *self.chat.open_turn(node.shape))
-        ids = self._openings.get(pieces)
-        if ids is None:
-            ids = self._openings[pieces] = self.tokenizer.encode_pieces(pieces)
-        return ids
-
-    def _pieces(self, node: Node, step: Sequence[Item]) -> list[Piece]:
-        pieces = self._closing(node)
-        previous = node.shape
-        for item in step:
-            pieces += self.chat.item(item, previous)
-            previous = item
-        return pieces
-
-    def _closing(self, node: Node) -> list[Piece]:
-        return self.chat.close_turn(node.ids[-1] if len(node.ids) else None) if node.generated else []
-
-    async def _encode(self, pieces: Sequence[Piece]) -> list[int]:
-        return await asyncio.to_thread(self.tokenizer.encode_pieces, pieces)
 
     def _request(self, session: Session, namespace: Namespace, place: Place, options: TurnOptions) -> tuple[GenerateRequest, Estimate]:
         """Step 3, and the request for step 5."""

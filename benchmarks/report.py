@@ -27,6 +27,8 @@ class Options:
     """Which servers take part; empty: all of the benchmark's default ones."""
     cache_folder: Path = CACHE_FOLDER
     """Where peers are installed, each in a virtual environment of its own."""
+    url: str = ""
+    """A running server to measure, where the benchmark can; empty: it starts its own."""
 
 
 @dataclass(frozen=True, slots=True)

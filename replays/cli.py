@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -31,6 +32,7 @@ app = App(name="replays", help="Replay recorded agent sessions, report on replay
 _ERRORS = Console(stderr=True, highlight=False)
 _OUTPUT = Console(highlight=False)
 _STOP_SECONDS = 20.0
+_NUM_ERRORS_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,13 @@ def _failed_share(report: Report) -> float:
     return report.failed_requests / report.requests if report.requests else 1.0
 
 
+def _say_errors(name: str, run: Run) -> None:
+    """The most frequent errors of a run, as the server put them."""
+    errors = Counter(record.error for record in run.records if record.error is not None and not record.overflow)
+    for error, count in errors.most_common(_NUM_ERRORS_SHOWN):
+        _ERRORS.print(f"{name}: {count} × {error}", markup=False, soft_wrap=True)
+
+
 def _show(named: list[tuple[str, Report]]) -> None:
     _OUTPUT.print(report_tables(named))
 
@@ -150,11 +159,13 @@ def replay(
             main_target = _target(url, metrics_url)
             direct_target = _target(direct_url or _engine_url(url)) if direct or direct_url else None
             main = _run(traces, main_target, concurrency, options, records or Path(folder) / "main.jsonl")
+            _say_errors("server", main)
             report = make_report(main)
             named.append(("server", report))
             direct_run: Run | None = None
             if direct_target is not None:
                 direct_run = _run(traces, direct_target, concurrency, options, Path(folder) / "direct.jsonl")
+                _say_errors("direct", direct_run)
                 report.direct = make_report(direct_run)
                 named.append(("direct", report.direct))
         _write(report, main, direct_run, json, png)

@@ -75,6 +75,8 @@ class Report(Struct, kw_only=True, forbid_unknown_fields=True):
     """Of the turn before, computed again: in its `answer`, in the `history` before that."""
     tool_calls: int | None
     prompt_tokens: int | None
+    computed_tokens: int | None
+    """Prompt tokens that were no hit: what the prompts cost to compute."""
     output_tokens: int | None
     planned_prompt_tokens: int
     """Prompt tokens that the trace asks for at this scale."""
@@ -108,6 +110,12 @@ def _rate(pairs: Iterable[tuple[int | None, int | None]]) -> float | None:
 def _sum(values: Iterable[int | None]) -> int | None:
     known = [value for value in values if value is not None]
     return sum(known) if known else None
+
+
+def _computed(record: Record) -> int | None:
+    if record.num_prompt_tokens is None or record.num_cached_tokens is None:
+        return None
+    return record.num_prompt_tokens - record.num_cached_tokens
 
 
 def percentiles(values: Sequence[float]) -> Percentiles:
@@ -244,6 +252,7 @@ def make_report(run: Run) -> Report:
         recomputed_tokens=recomputed_tokens(good, block_size) if block_size else None,
         tool_calls=_sum(record.num_tool_calls for record in good),
         prompt_tokens=_sum(record.num_prompt_tokens for record in good),
+        computed_tokens=_sum(_computed(record) for record in good),
         output_tokens=output,
         planned_prompt_tokens=round(sum(record.planned_prompt_tokens for record in good)),
         preemptions=None if preemptions is None else round(preemptions),

@@ -67,6 +67,7 @@ SECTIONS: dict[str, tuple[Line, ...]] = {
         Line("tool calls", lambda r: r.tool_calls, _count),
         Line("prompt tokens planned", lambda r: r.planned_prompt_tokens, _count, "ratio"),
         Line("prompt tokens", lambda r: r.prompt_tokens, _count, "ratio"),
+        Line("  of which computed", lambda r: r.computed_tokens, _count, "ratio"),
         Line("output tokens/s", lambda r: r.output_tokens_per_second, _decimal, "ratio"),
         Line("requests/s", lambda r: r.requests_per_second, _decimal, "ratio"),
         Line("TTFT p50", lambda r: r.ttft_seconds.p50, _seconds, "ratio"),

@@ -13,9 +13,10 @@ import msgspec
 import pytest
 
 from model.conversation import Json, ToolCall
+from tests.processes import wait_until
 from tests.scripted import Posted, asked, assert_nothing_is_held, post, starts_with
 from tests.serving import Served, serving
-from tests.upstream import Script, Upstream
+from tests.upstream import FormatRenderer, Script, Upstream, in_thread
 
 pytestmark = pytest.mark.anyio
 
@@ -205,8 +206,7 @@ async def test_agents_that_share_a_user_id_are_sessions_of_one_parent_and_do_not
     upstream.script(Script(say="slow", ttft_seconds=1.0))
     shared = {"metadata": {"user_id": "user_1_account__session_77"}}
     slow = asyncio.ensure_future(ask(served, user("slow"), system="main", **shared))
-    while len(asked(upstream)) < 1:
-        await asyncio.sleep(0.01)
+    await asyncio.to_thread(wait_until, lambda: len(asked(upstream)) == 1, seconds=5)
     fast = await ask(served, user("fast"), system="other", **shared)
     assert not slow.done()
     names = {reply.headers["x-agentserve-session"] for reply in (fast, await slow)}
@@ -236,19 +236,20 @@ async def test_errors_have_anthropics_form(upstream: Upstream, model_folder: Pat
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_prompt_that_is_too_long_is_said_in_the_words_that_clients_know(renderer: Any, model_folder: Path, stream: bool) -> None:
-    async with Upstream(renderer=renderer, max_model_len=1024) as upstream:
-        with serving(upstream.url, model_folder) as served:
-            first = await ask(served, user("hi"), max_tokens=32_000, stream=stream)
-            assert first.status == 200
-            assert asked(upstream)[0].body["sampling_params"]["max_tokens"] == 1024 - len(asked(upstream)[0].prompt_ids)
-            refused = await ask(served, user("word " * 3000), stream=stream)
-            assert refused.status == 400
-            error = refused.body["error"]
-            assert error["type"] == "invalid_request_error"
-            assert error["message"].startswith("prompt is too long: ")
-            assert error["message"].endswith(" tokens > 1024 maximum")
-            assert_nothing_is_held(served)
+async def test_a_prompt_that_is_too_long_is_said_in_the_words_that_clients_know(
+    renderer: FormatRenderer, model_folder: Path, stream: bool
+) -> None:
+    with in_thread(Upstream(renderer=renderer, max_model_len=1024)) as upstream, serving(upstream.url, model_folder) as served:
+        first = await ask(served, user("hi"), max_tokens=32_000, stream=stream)
+        assert first.status == 200
+        assert asked(upstream)[0].body["sampling_params"]["max_tokens"] == 1024 - len(asked(upstream)[0].prompt_ids)
+        refused = await ask(served, user("word " * 3000), stream=stream)
+        assert refused.status == 400
+        error = refused.body["error"]
+        assert error["type"] == "invalid_request_error"
+        assert error["message"].startswith("prompt is too long: ")
+        assert error["message"].endswith(" tokens > 1024 maximum")
+        assert_nothing_is_held(served)
 
 
 async def test_a_stream_that_breaks_ends_in_an_error_event(served: Served, upstream: Upstream) -> None:

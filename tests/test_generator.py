@@ -59,12 +59,15 @@ def test_new_tokens_per_turn(steps: list[tuple[Request, Request]]) -> None:
     assert_quantiles(grown, {0.5: (646, 0.07), 0.9: (3511, 0.1)})
 
 
-def test_gaps_by_stop_reason(steps: list[tuple[Request, Request]]) -> None:
+def test_gaps_by_stop_reason(sessions: list[Session]) -> None:
     gaps: dict[str, list[float]] = {}
-    for before, after in steps:
-        gaps.setdefault(before.stop, []).append(after.start_seconds - before.end_seconds)
-    # A turn that fans out waits for its sub-agents as well, which widens the upper tail.
-    assert_quantiles(gaps["tool_use"], {0.5: (9, 0.1), 0.9: (71, 0.4), 0.99: (612, 0.6)})
+    for session in sessions:
+        # A turn that fans out waits for its sub-agents first; idle time begins when the last of them has ended.
+        ends = [agent.requests[-1].end_seconds for agent in session.subagents]
+        for before, after in pairwise(session.root.requests):
+            joined = [end for end in ends if before.end_seconds < end <= after.start_seconds]
+            gaps.setdefault(before.stop, []).append(after.start_seconds - max(joined, default=before.end_seconds))
+    assert_quantiles(gaps["tool_use"], {0.5: (9, 0.05), 0.9: (71, 0.1), 0.99: (612, 0.15)})
     assert_quantiles(gaps["end_turn"], {0.5: (210, 0.2)})
     assert np.mean(np.array(gaps["tool_use"]) <= 300) == pytest.approx(0.97, abs=0.015)
     assert np.mean(np.array(gaps["end_turn"]) <= 300) == pytest.approx(0.57, abs=0.05)

@@ -13,7 +13,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from agentserve.canonical.canonicaliser import Form
 from agentserve.ledger import MAX_CHAINS, Ledger, Node, common_ancestor
 from agentserve.prompt import FlatPrompt, ids_json
-from model.conversation import AssistantItem, Head, Item, ToolCall, ToolResultItem, UserItem
+from model.conversation import AssistantItem, Head, Item, SystemItem, ToolCall, ToolResultItem, UserItem
 from prefix_cache.blocks import HashChain
 
 HEAD = Head("You are a coding agent.")
@@ -108,6 +108,34 @@ def test_the_longest_known_run_of_messages_is_found_and_old_forms_are_forgotten(
     ledger.check_integrity()
 
 
+def test_what_follows_a_message_is_found_through_its_notes_the_latest_first() -> None:
+    ledger = Ledger()
+    said = ledger.append(held_head(ledger), [UserItem("a")], [4])
+    notes = [ledger.append_note(said, time, {"clock": time}, [number]) for number, time in enumerate(("10:41", "10:42"))]
+    answers = [ledger.append(note, [AssistantItem(text)], [7]) for note, text in zip(notes, ("left", "right"), strict=True)]
+    twins = [ledger.append(note, [AssistantItem("same")], [8], generated=True) for note in notes]
+    for node in (*answers, *twins):
+        ledger.hold(node)
+    assert [ledger.follow(said, [AssistantItem(text)]) for text in ("left", "right", "same")] == [*answers, twins[1]]
+    assert ledger.tail(said) is notes[1]
+    assert ledger.tail(notes[0]) is notes[0]
+    assert [ledger.follow_note(said, {"clock": time}) for time in ("10:41", "10:42", "10:43")] == [*notes, None]
+    assert ledger.append_note(said, "10:41", {"clock": "10:41"}, [9]) is notes[0]
+    ledger.check_integrity()
+
+
+def test_a_note_is_no_message_of_the_client() -> None:
+    ledger = Ledger()
+    said = ledger.append(held_head(ledger), [UserItem("a")], [4])
+    note = ledger.append_note(said, "10:41", {"clock": "10:41"}, [5])
+    ledger.hold(note)
+    assert ledger.follow(said, [SystemItem("10:41")]) is None
+    sent = ledger.append(said, [SystemItem("10:41")], [5])
+    ledger.hold(sent)
+    assert sent is not note
+    assert not sent.notes
+
+
 class LedgerMachine(RuleBasedStateMachine):
     """Branches are appended, held and released in any order; the ids of a held branch stay what they were."""
 
@@ -137,6 +165,12 @@ class LedgerMachine(RuleBasedStateMachine):
         generated = isinstance(item, AssistantItem) and self.rng.random() < 0.5
         ids = [self.rng.randrange(100) for _ in range(3)]
         return self._keep(self.ledger.append(parent, [item], ids, generated=generated))
+
+    @rule(target=held, parent=held, value=st.sampled_from(["1", "2"]))
+    def note(self, parent: Node, value: str) -> Node:
+        node = self.ledger.append_note(parent, value, {"clock": value}, [self.rng.randrange(100) for _ in range(2)])
+        assert node.notes == {**parent.notes, "clock": value}
+        return self._keep(node)
 
     @rule(node=held)
     def remember(self, node: Node) -> None:

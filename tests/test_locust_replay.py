@@ -10,44 +10,16 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from replays.cli import app
 from replays.records import read_run
 from replays.report import Report, make_report, read_report
 from replays.traces import TraceSet
 from tests.chat_upstream import CAPACITY_TOKENS, ChatUpstream, Received, serving
+from tests.replaying import call, replay, session, subagent, written
 
 SAMPLE = Path(__file__).parent.parent / "replays" / "data" / "sample.jsonl"
 LOCUSTFILE = Path(__file__).parent.parent / "replays" / "locustfile.py"
-
-
-def call(start: float, num_tokens: int, first_id: int = 1, **fields: object) -> dict[str, object]:
-    ids = list(range(first_id, first_id + num_tokens // 64))
-    made = {"type": "s", "t": start, "model": "m", "in": num_tokens, "out": 4, "hash_ids": ids, "stop": "tool_use", "api_time": 1.0}
-    return made | fields
-
-
-def session(name: str, *requests: dict[str, object]) -> dict[str, object]:
-    return {"id": name, "models": ["m"], "block_size": 64, "hash_id_scope": "local", "requests": list(requests)}
-
-
-def subagent(name: str, *requests: dict[str, object]) -> dict[str, object]:
-    marker = {"type": "subagent", "t": requests[0]["t"], "agent_id": name, "subagent_type": "Explore", "status": "completed"}
-    return marker | {"models": ["m"], "requests": list(requests)}
-
-
-def written(folder: Path, *sessions: dict[str, object]) -> Path:
-    path = folder / "traces.jsonl"
-    path.write_bytes(b"\n".join(msgspec.json.encode(one) for one in sessions))
-    return path
-
-
-def replay(*arguments: object) -> int:
-    status = app(["replay", *(str(argument) for argument in arguments)], result_action="return_value")
-    assert isinstance(status, int)
-    return status
 
 
 def text(received: Received) -> str:

@@ -9,12 +9,13 @@ import msgspec
 import pytest
 
 from model.conversation import AssistantItem, Tool
+from replays.report import read_report
 from replays.script import MARKER_BIAS, TOOLS, ToolScript, scripted_item
 from tests.chat_upstream import ChatUpstream
 from tests.chat_upstream import serving as serving_chat
 from tests.real_engine import RealEngine
+from tests.replaying import call, replay, session, subagent, written
 from tests.serving import Served, serving
-from tests.test_locust_replay import call, read_report, replay, session, subagent, written
 
 
 class FunctionForm(msgspec.Struct):

@@ -56,6 +56,7 @@ def record(
         num_output_tokens=4,
         num_cached_tokens=num_cached_tokens,
         turn=turn,
+        num_tool_calls=1,
         ceiling_tokens=None if turn is None else 96,
         ceiling_block_tokens=None if turn is None else 92,
         missed_tokens=missed_tokens,

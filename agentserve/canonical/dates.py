@@ -9,14 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from agentserve.canonical.rules import Span, occurrences
+from agentserve.canonical.rules import Span, line_start, occurrences
 
-_STEMS = ("oday", "urrent", "CURRENT", "tarted", "ate:", "ime:", "amp:", "ow:", "ate is", "ate and", "ime is", " is now", "ate>", "ime>", "amp>")
-"""Parts of the labels; a text is searched for these first, as that costs a tenth of a regular expression."""
+_WORDS = ("oday", "urrent", "CURRENT", "tarted", "ate is", "ate and", "ime is", " is now")
+_STEMS = (*_WORDS, "ate:", "ime:", "amp:", "ow:", "ate>", "ime>", "amp>")
+"""Parts of the labels; every label holds one."""
 _MAX_LABEL = 60
 _MAX_SENTENCE = 200
 
-_TIME = r"\d{1,2}:\d{2}(?::\d{2}(?:[.,]\d{1,9})?)?(?:[ \u202f]?[AaPp]\.?[Mm]\.?)?(?:Z|[+-]\d{2}:?\d{2})?"
+_TIME = r"\d{1,2}:\d{2}(?::\d{2}(?:[.,]\d{1,9})?)?(?:[ \u202f]?(?:[AaPp][Mm]|[AaPp]\.[Mm]\.))?(?:Z|[+-]\d{2}:?\d{2})?"
 _ISO = r"\d{4}-\d{2}-\d{2}(?:T\d{2}:?\d{2}(?::?\d{2}(?:[.,]\d{1,9})?)?(?:Z|[+-]\d{2}:?\d{2})?)?"
 _NUMERIC = r"\d{1,4}[/.]\d{1,2}[/.]\d{2,4}|\d{4}年\d{1,2}月\d{1,2}日"
 _WEEKDAY = r"(?:Mon|Tues?|Wed(?:nes)?|Thu(?:rs)?|Fri|Sat(?:ur)?|Sun)(?:day)?"
@@ -62,7 +63,7 @@ def find_dates(text: str) -> Sequence[Span]:
 def _found(text: str) -> Iterator[tuple[int, int, str]]:
     """Start, end and value of each match, in order."""
     last_end = 0
-    for at in sorted({at for stem in _STEMS for at in occurrences(text, stem)}):
+    for at in occurrences(text, _STEMS):
         if at < last_end or not _NEAR.search(text, at, at + _MAX_LABEL):
             continue
         found = _tagged(text, at) or _labelled(text, at)
@@ -78,9 +79,9 @@ def _tagged(text: str, at: int) -> tuple[int, int, str] | None:
 
 
 def _labelled(text: str, at: int) -> tuple[int, int, str] | None:
-    line = max(text.rfind("\n", 0, at) + 1, at - _MAX_LABEL)
-    begins_line = not line or text[line - 1] == "\n"
-    sentence = line
+    start = line_start(text, at, _MAX_LABEL)
+    begins_line = start is not None
+    sentence = line = at - _MAX_LABEL if start is None else start
     for boundary in _BOUNDARY.finditer(text, line, at):
         sentence, begins_line = boundary.end(), False
     if sentence == line and not begins_line:

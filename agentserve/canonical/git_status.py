@@ -8,10 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from agentserve.canonical.rules import Span, occurrences
+from agentserve.canonical.rules import Span, line_start, occurrences
 
 _TAGS = ("git_status", "gitStatus", "git-status")
 _STEMS = ("gitStatus", "it status", "it Status")
+_MAX_OPENING = 32
 _OPENING = re.compile(r"[ \t]{0,12}(?:#{1,4} )?(?:gitStatus|(?:Current )?[Gg]it [Ss]tatus)(?::[^\n]{0,400}|[ \t]{0,4}(?=\n))")
 _LINE = re.compile(
     r"\n(?:[ \t]*(?=\n)"  # a blank line
@@ -45,7 +46,7 @@ def _tagged(text: str) -> Iterator[Span]:
 
 
 def _blocks(text: str) -> Iterator[Span]:
-    starts = {text.rfind("\n", 0, at) + 1 for stem in _STEMS for at in occurrences(text, stem)}
+    starts = {start for at in occurrences(text, _STEMS) if (start := line_start(text, at, _MAX_OPENING)) is not None}
     for opening in filter(None, (_OPENING.match(text, start) for start in sorted(starts))):
         end = line_end = opening.end()
         num_lines = 0

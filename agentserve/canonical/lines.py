@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from agentserve.canonical.rules import Span, occurrences
+from agentserve.canonical.rules import Span, line_start, occurrences
 
 _BILLING = "x-anthropic-billing-header:"
+_MAX_INDENT = 12
+_MAX_LEAD = 48
+"""Characters that may stand before a stem on its line."""
 _TOTAL = re.compile(r"<total_tokens>[ \t]*[\d,._]{1,20}[ \t]*(?:tokens?[ \t]+(?:left|remaining))?[ \t]*</total_tokens>")
 _USAGE = re.compile(
     r"[ \t]{0,12}(?:<system_warning>[ \t]*Token usage: [\d,]{1,20}/[\d,]{1,20}; [\d,]{1,20} remaining[ \t]*</system_warning>"
@@ -26,15 +29,15 @@ _SESSION_WORDS = ("log file", "session", "transcript", "conversation", "thread",
 
 def find_billing_lines(text: str) -> Sequence[Span]:
     """Lines that begin with the attribution header of Claude Code."""
-    starts = [at for at in occurrences(text, _BILLING) if not text[_line_start(text, at) : at].strip()]
-    return [(at, _line_end(text, at)) for at in starts]
+    starts = [(line_start(text, at, _MAX_INDENT), at) for at in occurrences(text, [_BILLING])]
+    return [(at, _line_end(text, at)) for start, at in starts if start is not None and not text[start:at].strip()]
 
 
 def find_token_countdowns(text: str) -> Sequence[Span]:
     """Tags and whole lines that say how much of the context is left."""
     spans = [found.span() for found in _TOTAL.finditer(text)] if "<total_tokens>" in text else []
-    lines = {_line_start(text, at) for stem in _USAGE_STEMS for at in occurrences(text, stem)}
-    spans += [found.span() for line in lines if (found := _USAGE.match(text, line)) is not None]
+    lines = {line_start(text, at, _MAX_LEAD) for at in occurrences(text, _USAGE_STEMS)}
+    spans += [found.span() for line in lines if line is not None and (found := _USAGE.match(text, line)) is not None]
     return sorted(spans)
 
 
@@ -49,10 +52,6 @@ def find_session_lines(text: str) -> Sequence[Span]:
         if found is not None and found.end() == _line_end(text, found.end()):
             spans.append((line.start(), found.end()))
     return spans
-
-
-def _line_start(text: str, at: int) -> int:
-    return text.rfind("\n", 0, at) + 1
 
 
 def _line_end(text: str, at: int) -> int:

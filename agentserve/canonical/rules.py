@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -11,6 +11,8 @@ from typing import TypeAlias
 from model.conversation import Head
 
 BLANKS = " \t"
+MAX_CANDIDATES = 2048
+"""Far above what a prompt holds; it bounds the cost of hostile text."""
 
 
 class Action(StrEnum):
@@ -54,12 +56,24 @@ Find: TypeAlias = Callable[[str], Sequence[Span]]
 """Matches in order of their place, apart from each other."""
 
 
-def occurrences(text: str, stem: str) -> Iterator[int]:
-    """Where `stem` stands in `text`: a tenth of the cost of a regular expression, so rules look for their stems first."""
-    at = text.find(stem)
-    while at >= 0:
-        yield at
-        at = text.find(stem, at + len(stem))
+def occurrences(text: str, stems: Iterable[str]) -> list[int]:
+    """Where any of `stems` stands in `text`, in order, the first `MAX_CANDIDATES` of each.
+
+    Rules look for their stems first: that costs a tenth of a regular expression over the whole text.
+    """
+    found: set[int] = set()
+    for stem in stems:
+        at, count = text.find(stem), 0
+        while at >= 0 and count < MAX_CANDIDATES:
+            found.add(at)
+            at, count = text.find(stem, at + len(stem)), count + 1
+    return sorted(found)[:MAX_CANDIDATES]
+
+
+def line_start(text: str, at: int, reach: int) -> int | None:
+    """Where the line of `at` begins, if that is at most `reach` characters before."""
+    start = text.rfind("\n", max(0, at - reach - 1), at) + 1
+    return start if start or at <= reach else None
 
 
 def cutting(find: Find) -> Callable[[Head], Applied]:

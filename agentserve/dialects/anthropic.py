@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from agentserve.conversation import TurnOptions
+from agentserve.conversation import TurnOptions, running_digests
 from agentserve.dialects.json_body import decode_body, decode_part
 from agentserve.dialects.openai_chat import in_call_order, parse_arguments
 from agentserve.dialects.sampling import SamplingFields, sampling
@@ -144,6 +144,10 @@ class MessagesConversation:
     def whole(self) -> MessagesConversation:
         """Itself: nothing is left out."""
         return self
+
+    def tail(self) -> list[bytes]:
+        """The running digests of the messages behind the head."""
+        return running_digests(b"anthropic", self._messages[self._num_head :])
 
     def head(self) -> Head:
         """The system blocks and leading system messages, joined by a blank line, and the tools."""

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 import xxhash
 
-from agentserve.conversation import TurnOptions
+from agentserve.conversation import TurnOptions, running_digests
 from agentserve.dialects.json_body import decode_body, decode_part
 from agentserve.dialects.known_bodies import BodyScan, KnownBodies
 from agentserve.errors import InvalidRequest, Unsupported
@@ -261,6 +261,10 @@ class ChatConversation:
     def whole(self) -> ChatConversation:
         """The same conversation with every message at hand."""
         return ChatConversation(parse(self._scan.body)) if self._scan is not None else self
+
+    def tail(self) -> list[bytes]:
+        """The running digests of the messages behind the head."""
+        return running_digests(b"chat", self._messages[self._num_head :])
 
     def head(self) -> Head:
         """The leading system texts, joined by a blank line, and the tools."""

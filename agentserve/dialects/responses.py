@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 import xxhash
 
-from agentserve.conversation import TurnOptions
+from agentserve.conversation import TurnOptions, running_digests
 from agentserve.dialects.json_body import decode_body, decode_part
 from agentserve.dialects.openai_chat import in_call_order, parse_arguments
 from agentserve.dialects.sampling import SamplingFields, sampling
@@ -167,6 +167,10 @@ class ResponsesConversation:
     def whole(self) -> ResponsesConversation:
         """Itself: nothing is left out."""
         return self
+
+    def tail(self) -> list[bytes]:
+        """The running digests of the items behind the head."""
+        return running_digests(b"responses", self._items[self._num_head :])
 
     def head(self) -> Head:
         """Instructions and leading system messages, joined by a blank line, and the tools."""

@@ -9,6 +9,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -64,6 +65,7 @@ class EmbeddedEngine:
         self._watcher: asyncio.Task[None] | None = None
         self._down: str | None = "The embedded vLLM is not started."
         self._keep_log = False
+        self._warned_of_seed = False
         self.on_restart: Callable[[], None] | None = None
         """Called after vLLM has been started again: its cache is empty then."""
 
@@ -111,9 +113,18 @@ class EmbeddedEngine:
         return await self._client.metrics()
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """As `VllmEngine.generate`. Raises `EngineUnavailable` at once while vLLM is down."""
+        """As `VllmEngine.generate`, without a seed. Raises `EngineUnavailable` at once while vLLM is down."""
         self._raise_if_down()
-        return self._client.generate(request)
+        return self._client.generate(self._seedless(request))
+
+    def _seedless(self, request: GenerateRequest) -> GenerateRequest:
+        """vLLM 0.32 dies on the CPU when a seeded request is prefilled in chunks: it rewinds a generator that cannot be rewound there."""
+        if request.sampling.get("seed") is None:
+            return request
+        if not self._warned_of_seed:
+            self._warned_of_seed = True
+            _log.warning("seed ignored", why="vLLM on the CPU dies on a seed with chunked prefill", cure="temperature 0, or another engine")
+        return replace(request, sampling={name: value for name, value in request.sampling.items() if name != "seed"})
 
     def _raise_if_down(self) -> None:
         if self._down is not None:

@@ -1,0 +1,176 @@
+"""Where a prompt stands in the ledger: steps 1 and 2 of a turn, matching and rendering."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from agentserve.canonical.canonicaliser import NO_FORM, Canonicaliser, Form
+from agentserve.conversation import Conversation
+from agentserve.ledger import TWIN, Ledger, Node
+from model.chat import ChatFormat, Piece
+from model.conversation import AssistantItem, Item, SystemItem
+from model.tokenizer import Tokenizer
+
+LONG_HEAD_CHARACTERS = 32_768
+"""Heads above this are canonicalised off the event loop."""
+
+
+@dataclass(slots=True)
+class Place:
+    """Where a prompt stands: its branch up to the last item (held), and the generation prompt that follows.
+
+    `matched` is the last node that was known before. `more`: items of the client follow it; `foreign`: an answer that was not given here is
+    among them. `twin_end`: how far the history was known under a head that differs only in what rules that are off would take out, tokens.
+    """
+
+    node: Node
+    form: Form
+    matched: Node
+    num_encoded_tokens: int = 0
+    more: bool = False
+    foreign: bool = False
+    twin_end: int = 0
+    open_ids: Sequence[int] = ()
+
+    def move_to(self, node: Node, ledger: Ledger) -> None:
+        """Hold `node` in place of where it stood."""
+        ledger.hold(node)
+        ledger.release(self.node)
+        self.node = node
+
+
+class Places:
+    """Finds the place of each conversation. One per server."""
+
+    def __init__(self, tokenizer: Tokenizer, chat: ChatFormat, canonicaliser: Canonicaliser) -> None:
+        self._tokenizer = tokenizer
+        self._chat = chat
+        self._canonicaliser = canonicaliser
+        self._openings: dict[tuple[Piece, ...], list[int]] = {}
+
+    async def find(self, conversation: Conversation, ledger: Ledger, onto: Node | None = None) -> Place:
+        """Match by bytes, then by meaning; render and append the rest. The node comes back held.
+
+        With `onto`, the conversation holds only what follows that node.
+        """
+        tail: list[bytes] = []
+        found = (onto, NO_FORM, 1) if onto is not None else ledger.find(conversation.chain)
+        if found is not None:
+            place, start = Place(found[0], found[1], found[0]), conversation.first + found[2] - 1
+        else:
+            conversation = conversation.whole()
+            place = await self._head(conversation, ledger)
+            tail = [place.form.key + digest for digest in conversation.tail()]
+            start = self._skip(place, ledger, tail)
+        ledger.hold(place.node)
+        try:
+            steps = conversation.steps(start)
+            for end, step in steps:
+                await self._step(place, ledger, step)
+                # A head that changes its bytes every turn would be remembered at each node: where it ended is enough.
+                if end is not None and (place.more or step is steps[-1][1]):
+                    ledger.remember(conversation.chain[end - conversation.first], place.node, place.form)
+            if tail:
+                ledger.remember(tail[-1], place.node, place.form)
+            await self._note(place, ledger)
+            place.open_ids = self._opening(place.node)
+        except BaseException:
+            ledger.release(place.node)
+            raise
+        return place
+
+    async def _head(self, conversation: Conversation, ledger: Ledger) -> Place:
+        """The place of a head whose bytes are not known."""
+        sent = conversation.head()
+        is_long = len(sent.system) > LONG_HEAD_CHARACTERS
+        head, form = await asyncio.to_thread(self._canonicaliser.apply, sent) if is_long else self._canonicaliser.apply(sent)
+        node = ledger.find_head(form.key)
+        num_encoded, twin_end = 0, 0
+        if node is None:
+            twin_end = self._twin_end(conversation, ledger, form)
+            ids = await self._encode(self._chat.head(head))
+            num_encoded = len(ids)
+            node = ledger.add_head(head, ids, form.key)
+        form = self._canonicaliser.pinned(form, head, node.head)
+        ledger.remember(conversation.chain[0], node, form)
+        if not self._canonicaliser.is_complete:
+            ledger.remember(TWIN + form.alike, node, form)
+        return Place(node, form, node, num_encoded, twin_end=twin_end)
+
+    def _skip(self, place: Place, ledger: Ledger, tail: Sequence[bytes]) -> int:
+        """Go from the head to where the longest known run of the messages behind it ends; how many those are.
+
+        So a head of other bytes and the same form costs no look at what follows it.
+        """
+        found = ledger.find(tail[1:])
+        if found is None:
+            return 0
+        place.node = place.matched = found[0]
+        return found[2]
+
+    def _twin_end(self, conversation: Conversation, ledger: Ledger, form: Form) -> int:
+        """How far the history is known under the latest head of the same `alike`, in tokens; 0 without one."""
+        steps = conversation.steps(0)  # also without a twin: a history that cannot be read must leave nothing behind
+        found = None if self._canonicaliser.is_complete else ledger.find([TWIN + form.alike])
+        node = None if found is None else found[0]
+        end = 0
+        for _, step in steps:
+            if node is None:
+                break
+            end = node.end
+            node = ledger.follow(node, step)
+        return node.end if node is not None else end
+
+    async def _step(self, place: Place, ledger: Ledger, step: Sequence[Item]) -> None:
+        """Go on to the node of `step`; what is not known is rendered."""
+        child = ledger.follow(place.node, step)
+        if child is None:
+            place.move_to(ledger.tail(place.node), ledger)
+            if not place.more:
+                place.matched, place.more = place.node, True
+            place.foreign = place.foreign or isinstance(step[0], AssistantItem)
+            ids = await self._encode(self._pieces(place.node, step))
+            place.num_encoded_tokens += len(ids)
+            child = ledger.append(place.node, step, ids)
+        place.move_to(child, ledger)
+        if not place.more:
+            place.matched = child
+
+    async def _note(self, place: Place, ledger: Ledger) -> None:
+        """Tell the model what the head would have said, where that differs from what it has read on this branch."""
+        news = place.form.news(place.node.notes)
+        if not news:
+            return
+        note = ledger.follow_note(place.node, news)
+        if note is None:
+            text = "\n".join(news.values())
+            ids = await self._encode(self._pieces(place.node, (SystemItem(text),)))
+            place.num_encoded_tokens += len(ids)
+            note = ledger.append_note(place.node, text, news, ids)
+        elif not place.more:
+            place.matched = note
+        place.move_to(note, ledger)
+
+    def _opening(self, node: Node) -> list[int]:
+        """The generation prompt behind `node`: words of the format only, so each form is encoded once."""
+        pieces = (*self._closing(node), *self._chat.open_turn(node.shape))
+        ids = self._openings.get(pieces)
+        if ids is None:
+            ids = self._openings[pieces] = self._tokenizer.encode_pieces(pieces)
+        return ids
+
+    def _pieces(self, node: Node, step: Sequence[Item]) -> list[Piece]:
+        pieces = self._closing(node)
+        previous = node.shape
+        for item in step:
+            pieces += self._chat.item(item, previous)
+            previous = item
+        return pieces
+
+    def _closing(self, node: Node) -> list[Piece]:
+        return self._chat.close_turn(node.ids[-1] if len(node.ids) else None) if node.generated else []
+
+    async def _encode(self, pieces: Sequence[Piece]) -> list[int]:
+        return await asyncio.to_thread(self._tokenizer.encode_pieces, pieces)

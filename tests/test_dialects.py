@@ -1,0 +1,328 @@
+"""Three dialects over one conversation and one ledger: what is said in one is understood in the others, and no body breaks a route."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from http.client import HTTPConnection
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentserve.conversation import Conversation
+from agentserve.dialects import anthropic, openai_chat, responses
+from agentserve.errors import ClientError
+from model.conversation import AssistantItem, Head, Item, Json, SystemItem, Tool, ToolCall, ToolResultItem, UserItem
+from tests.scripted import asked, post, starts_with
+from tests.serving import Served
+from tests.upstream import Script, Upstream
+
+Body: TypeAlias = dict[str, Any]
+
+
+class ChatForm:
+    """A conversation as a chat client sends it."""
+
+    path = "/v1/chat/completions"
+
+    def body(self, head: Head, items: list[Item]) -> Body:
+        functions = [{"name": t.name, "description": t.description, "parameters": t.parameters} for t in head.tools]
+        messages = [{"role": "system", "content": head.system}] if head.system else []
+        tools = [{"type": "function", "function": function} for function in functions]
+        return {"messages": messages + [self._message(item) for item in items], "tools": tools}
+
+    def conversation(self, body: bytes) -> Conversation:
+        request = openai_chat.parse(body)
+        openai_chat.options(request)
+        return openai_chat.ChatConversation(request)
+
+    def said(self, answer: Body) -> AssistantItem:
+        message = answer["choices"][0]["message"]
+        forms = message.get("tool_calls", ())
+        calls = [ToolCall(c["id"], c["function"]["name"], msgspec.json.decode(c["function"]["arguments"])) for c in forms]
+        return AssistantItem(message["content"] or "", message.get("reasoning"), tuple(calls))
+
+    def _message(self, item: Item) -> Body:
+        match item:
+            case UserItem(text):
+                return {"role": "user", "content": text}
+            case SystemItem(text):
+                return {"role": "system", "content": text}
+            case ToolResultItem(call_id, text):
+                return {"role": "tool", "tool_call_id": call_id, "content": text}
+            case AssistantItem(text, reasoning, calls):
+                message: Body = {"role": "assistant", "content": text}
+                if reasoning is not None:
+                    message["reasoning"] = reasoning
+                functions = [{"name": call.name, "arguments": json.dumps(call.arguments)} for call in calls]
+                forms = [{"id": call.id, "type": "function", "function": f} for call, f in zip(calls, functions, strict=True)]
+                return {**message, "tool_calls": forms} if forms else message
+
+
+class MessagesForm:
+    """A conversation as Anthropic's clients send it."""
+
+    path = "/v1/messages"
+
+    def body(self, head: Head, items: list[Item]) -> Body:
+        tools = [{"name": t.name, "description": t.description, "input_schema": t.parameters} for t in head.tools]
+        messages: list[Body] = []
+        for item in items:
+            message = self._message(item)
+            if (
+                isinstance(item, ToolResultItem)
+                and messages
+                and messages[-1]["role"] == "user"
+                and isinstance(messages[-1]["content"], list)
+            ):
+                messages[-1]["content"] += message["content"]
+            else:
+                messages.append(message)
+        return {"max_tokens": 64, "system": head.system, "messages": messages, "tools": tools}
+
+    def conversation(self, body: bytes) -> Conversation:
+        request = anthropic.parse(body)
+        anthropic.options(request)
+        return anthropic.MessagesConversation(request)
+
+    def said(self, answer: Body) -> AssistantItem:
+        blocks = answer["content"]
+        thoughts = [block["thinking"] for block in blocks if block["type"] == "thinking"]
+        calls = tuple(ToolCall(block["id"], block["name"], block["input"]) for block in blocks if block["type"] == "tool_use")
+        return AssistantItem("".join(b["text"] for b in blocks if b["type"] == "text"), thoughts[0] if thoughts else None, calls)
+
+    def _message(self, item: Item) -> Body:
+        match item:
+            case UserItem(text):
+                return {"role": "user", "content": text}
+            case SystemItem(text):
+                return {"role": "system", "content": text}
+            case ToolResultItem(call_id, text):
+                return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call_id, "content": text}]}
+            case AssistantItem(text, reasoning, calls):
+                blocks: list[Body] = [{"type": "thinking", "thinking": reasoning, "signature": "s"}] if reasoning is not None else []
+                blocks += [{"type": "text", "text": text}] if text else []
+                blocks += [{"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments} for call in calls]
+                return {"role": "assistant", "content": blocks}
+
+
+class ResponsesForm:
+    """A conversation as Responses' clients send it."""
+
+    path = "/v1/responses"
+
+    def body(self, head: Head, items: list[Item]) -> Body:
+        tools = [{"type": "function", "name": t.name, "description": t.description, "parameters": t.parameters} for t in head.tools]
+        return {"instructions": head.system or None, "input": [form for item in items for form in self._forms(item)], "tools": tools}
+
+    def conversation(self, body: bytes) -> Conversation:
+        request = responses.parse(body)
+        responses.options(request)
+        return responses.ResponsesConversation(request, (), responses.input_items(request))
+
+    def said(self, answer: Body) -> AssistantItem:
+        texts: dict[str, str] = {item["type"]: item["content"][0]["text"] for item in answer["output"] if item["type"] != "function_call"}
+        calls = [item for item in answer["output"] if item["type"] == "function_call"]
+        read = (ToolCall(call["call_id"], call["name"], msgspec.json.decode(call["arguments"])) for call in calls)
+        return AssistantItem(texts.get("message", ""), texts.get("reasoning"), tuple(read))
+
+    def _forms(self, item: Item) -> Iterator[Body]:
+        match item:
+            case UserItem(text):
+                yield {"role": "user", "content": text}
+            case SystemItem(text):
+                yield {"role": "developer", "content": [{"type": "input_text", "text": text}]}
+            case ToolResultItem(call_id, text):
+                yield {"type": "function_call_output", "call_id": call_id, "output": text}
+            case AssistantItem(text, reasoning, calls):
+                if reasoning is not None:
+                    yield {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": reasoning}]}
+                if text or not (calls or reasoning):
+                    yield {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
+                for call in calls:
+                    arguments = json.dumps(call.arguments, indent=1)
+                    yield {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": arguments}
+
+
+Form: TypeAlias = ChatForm | MessagesForm | ResponsesForm
+FORMS: tuple[Form, ...] = (ChatForm(), MessagesForm(), ResponsesForm())
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+spoken = texts.filter(bool)
+json_values: st.SearchStrategy[Json] = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False) | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=4,
+)
+objects = st.dictionaries(texts, json_values, max_size=3)
+tools = st.builds(Tool, spoken, texts, objects)
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> tuple[Head, list[Item]]:
+    head = Head(draw(texts), tuple(draw(st.lists(tools, max_size=2))))
+    items: list[Item] = [UserItem(draw(texts))]
+    for number in range(draw(st.integers(0, 3))):
+        calls = tuple(ToolCall(f"c{number}{index}", draw(spoken), draw(objects)) for index in range(draw(st.sampled_from([0, 0, 1, 2]))))
+        items.append(AssistantItem(draw(texts), draw(st.none() | spoken), calls))
+        items += [ToolResultItem(call.id, draw(texts)) for call in calls]
+        if not calls or draw(st.booleans()):
+            items.append(draw(st.builds(UserItem, texts) | st.builds(SystemItem, texts)))
+    return head, items
+
+
+def read(form: Form, body: bytes) -> tuple[Head, list[Item]]:
+    conversation = form.conversation(body)
+    return conversation.head(), [item for _, step in conversation.steps(0) for item in step]
+
+
+@given(conversations())
+@settings(max_examples=200, deadline=None)
+def test_a_conversation_reads_the_same_in_every_dialect(conversation: tuple[Head, list[Item]]) -> None:
+    for form in FORMS:
+        assert read(form, json.dumps(form.body(*conversation)).encode()) == conversation
+
+
+@given(conversations(), st.data())
+@settings(max_examples=100, deadline=None)
+def test_reading_on_from_any_step_gives_the_rest(conversation: tuple[Head, list[Item]], data: st.DataObject) -> None:
+    form = data.draw(st.sampled_from(FORMS))
+    found = form.conversation(json.dumps(form.body(*conversation)).encode())
+    steps = list(found.steps(0))
+    number = data.draw(st.sampled_from([number for number, (end, _) in enumerate(steps) if end is not None]))
+    end = steps[number][0]
+    assert end is not None
+    assert list(found.steps(end)) == steps[number + 1 :]
+
+
+def places(value: Json, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """The paths of all parts of a JSON value."""
+    if path:
+        yield path
+    for key, child in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from places(child, (*path, key))
+
+
+def change(data: st.DataObject, body: Body) -> None:
+    """Replace, drop or repeat one part of `body`."""
+    *above, last = data.draw(st.sampled_from(list(places(body))))
+    parent: Any = body
+    for key in above:
+        parent = parent[key]
+    match data.draw(st.sampled_from(["replace", "drop", "repeat"])):
+        case "replace":
+            parent[last] = data.draw(json_values)
+        case "drop":
+            del parent[last]
+        case "repeat" if isinstance(parent, list):
+            parent.insert(0, copy.deepcopy(parent[last]))
+
+
+EXTRAS: Body = {
+    "max_output_tokens": 4,
+    "metadata": {"user_id": "u"},
+    "output_config": {"format": None},
+    "previous_response_id": None,
+    "reasoning": {"effort": "low"},
+    "response_format": {"type": "text"},
+    "session_id": "s",
+    "stop": ["x"],
+    "stop_sequences": ["x"],
+    "store": True,
+    "stream": False,
+    "temperature": 0.5,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+}
+
+
+@given(conversations(), st.data())
+@settings(max_examples=300, deadline=None)
+def test_a_changed_body_is_read_or_refused(conversation: tuple[Head, list[Item]], data: st.DataObject) -> None:
+    form = data.draw(st.sampled_from(FORMS))
+    body = copy.deepcopy({**form.body(*conversation), **EXTRAS})
+    for _ in range(data.draw(st.integers(1, 3))):
+        change(data, body)
+    with suppress(ClientError):  # anything else that is raised would be a server error
+        read(form, json.dumps(body).encode())
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("order", [(0, 1, 2, 0), (1, 2, 0, 1), (2, 0, 1, 2)], ids=["chat first", "messages first", "responses first"])
+async def test_a_session_goes_on_from_dialect_to_dialect(served: Served, upstream: Upstream, order: tuple[int, ...]) -> None:
+    schema: Any = {"type": "object", "properties": {"path": {"type": "string"}, "lines": {"type": "integer"}}}
+    head = Head("You are the coding agent of a shop.\n" * 30, (Tool("read_file", "Read a file.", schema),))
+    items: list[Item] = [UserItem("Fix the total.")]
+    turns = []
+    for number, form in enumerate(FORMS[index] for index in order * 2):
+        calls = tuple(ToolCall("", "read_file", {"path": f"{name}.py", "lines": number}) for name in "ab")
+        upstream.script(Script(say=f"Reading {number}. ünï", reason="Look.\n", calls=calls if number % 2 == 0 else ()))
+        reply = await post(served.url + form.path, form.body(head, items))
+        turns.append(reply.headers["x-agentserve-turn"])
+        said = form.said(reply.body)
+        assert (said.text, said.reasoning, len(said.calls)) == (f"Reading {number}. ünï", "Look.\n", 2 if number % 2 == 0 else 0)
+        items.append(said)
+        items += [ToolResultItem(call.id, f"text {number}") for call in said.calls] or [UserItem("Next.")]
+    assert turns == ["first", *["exact"] * 7]
+    assert all(starts_with(later, earlier) for earlier, later in pairwise(asked(upstream)))
+    assert served.server.namespaces.num_sessions == 1
+
+
+def raw_bodies() -> dict[str, bytes]:
+    """Bodies that are wrong as bytes, or odd as JSON."""
+    deep = b"[" * 20_000 + b"]" * 20_000
+    return {
+        "empty": b"",
+        "not JSON": b"{",
+        "not UTF-8": b'{"messages":[{"role":"user","content":"\xff"}],"input":"\xff","max_tokens":1}',
+        "deep": b'{"messages":[],"input":[],"max_tokens":1,"x":' + deep + b"}",
+        "deep tools": b'{"messages":[{"role":"user","content":"x"}],"input":"x","max_tokens":1,"tools":' + deep + b"}",
+        "NaN": b'{"messages":[{"role":"user","content":"x"}],"input":"x","max_tokens":1,"temperature":NaN}',
+        "too large": b'{"messages":[{"role":"user","content":"x"}],"input":"x","max_tokens":1,"temperature":1e999}',
+        "a list": b"[]",
+        "null": b"null",
+    }
+
+
+@pytest.mark.anyio
+async def test_no_body_is_a_server_error(served: Served) -> None:
+    for path in (*(form.path for form in FORMS), "/v1/messages/count_tokens"):
+        for name, body in raw_bodies().items():
+            reply = await post(served.url + path, body)
+            assert 400 <= reply.status < 500, (path, name)
+            assert reply.body["error"]["message"]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("form", FORMS, ids=["chat", "messages", "responses"])
+async def test_lone_surrogates_and_repeated_keys_are_served(served: Served, upstream: Upstream, form: Form) -> None:
+    body = json.dumps(form.body(Head("s"), [UserItem("mark")])).encode()
+    assert (await post(served.url + form.path, body.replace(b'"mark"', b'"\\ud800mark"'))).status == 200
+    assert "\ufffdmark" in upstream.renderer.decode_bytes(asked(upstream)[-1].prompt_ids).decode()
+    repeated = body.replace(b'"content": "mark"', b'"content": "first", "content": "mark"')
+    assert (await post(served.url + form.path, repeated)).status == 200
+    assert "first" not in upstream.renderer.decode_bytes(asked(upstream)[-1].prompt_ids).decode()
+
+
+def test_changed_bodies_never_break_a_route(served: Served) -> None:
+    """The same over HTTP, where everything behind the parser has its say too."""
+    with closing(HTTPConnection(served.url.removeprefix("http://"), timeout=20)) as connection:
+
+        @given(conversations(), st.data())
+        @settings(max_examples=60, deadline=None)
+        def check(conversation: tuple[Head, list[Item]], data: st.DataObject) -> None:
+            form = data.draw(st.sampled_from(FORMS))
+            body = copy.deepcopy({**form.body(*conversation), **EXTRAS})
+            change(data, body)
+            connection.request("POST", form.path, json.dumps(body))
+            response = connection.getresponse()
+            answer = response.read()
+            assert response.status == 200 or 400 <= response.status < 500, answer
+
+        check()
