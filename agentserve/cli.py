@@ -38,7 +38,10 @@ def serve(settings: Settings) -> None:
     """Serve until stopped. Raises SetupError."""
     configure_log(settings.log_level)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(settings))
+        try:
+            runner.run(_serve(settings))
+        except asyncio.CancelledError:
+            sys.exit(128 + signal.SIGTERM)
 
 
 async def _serve(settings: Settings) -> None:
@@ -46,7 +49,8 @@ async def _serve(settings: Settings) -> None:
     _raise_open_files()
     task = asyncio.current_task()
     assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # until uvicorn takes over
+    # While the engine starts; and after uvicorn, which raises the signal that stopped it once more when it is done.
+    signal.signal(signal.SIGTERM, lambda *_: task.cancel())
     with listener:
         async with running_server(settings, _progress) as server:
             app = build_app(server)
@@ -176,5 +180,5 @@ def main() -> None:
     except AgentserveError as error:
         _console.print(f"[red]agentserve: {error.message}[/red]", soft_wrap=True)
         sys.exit(2)
-    except (KeyboardInterrupt, asyncio.CancelledError):
+    except KeyboardInterrupt:
         sys.exit(130)

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 from geventhttpclient import HTTPClient
-from geventhttpclient.response import HTTPParseError
+from geventhttpclient.response import HTTPConnectionClosed, HTTPParseError
 from msgspec import Struct
 
 from replays.plan import MESSAGE_TOKENS
@@ -162,10 +162,7 @@ class ChatClient:
         """POST `body` and read the stream to its end. Never raises for what the server or the network does: see `Reply.error`."""
         reply = Reply(started=monotonic())
         try:
-            response = self._http.post(
-                self._path, body=body, headers={"content-type": "application/json", "accept": "text/event-stream", **headers}
-            )
-            with response:
+            with self._post(body, {"content-type": "application/json", "accept": "text/event-stream", **headers}) as response:
                 if response.status_code == 200:
                     self._read_stream(response, reply)
                 else:
@@ -176,6 +173,15 @@ class ChatClient:
             reply.error = f"malformed chunk: {error}"
         reply.ended = monotonic()
         return reply
+
+    def _post(self, body: bytes, headers: dict[str, str]) -> HTTPClient:
+        """The response. Where the server closed the connection without a word, the request goes out once more: servers close idle
+        connections (vLLM after 5 s), and one may do so at the moment when it is used again.
+        """
+        try:
+            return self._http.post(self._path, body=body, headers=headers)
+        except (HTTPConnectionClosed, ConnectionResetError, BrokenPipeError):
+            return self._http.post(self._path, body=body, headers=headers)
 
     def _read_error(self, status: int, body: bytes, reply: Reply) -> None:
         text = body.decode(errors="replace")

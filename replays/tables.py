@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from replays.report import Report
 
@@ -104,8 +105,8 @@ def _row(table: Table, line: Line, reports: Sequence[Report]) -> None:
     table.add_row(line.name, *cells)
 
 
-def _table(title: str, names: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+def _table(names: Sequence[str]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("")
     for index, name in enumerate(names):
         table.add_column(name, justify="right")
@@ -134,7 +135,7 @@ def report_tables(named: Sequence[tuple[str, Report]]) -> Group:
     """The tables of one or more reports; the first is what the others are compared with."""
     names = [name for name, _ in named]
     reports = [report for _, report in named]
-    about = _table("run", names)
+    about = _table(names)
     about_values: dict[str, Callable[[Report], str]] = {
         "engine": lambda r: r.engine,
         "trace, seed": lambda r: f"{r.trace}, {r.seed}",
@@ -146,16 +147,17 @@ def report_tables(named: Sequence[tuple[str, Report]]) -> Group:
         for report in reports[1:]:
             cells += [read(report), ""]
         about.add_row(label, *cells)
-    tables = [about]
+    tables = {"run": about}
     for title, lines in SECTIONS.items():
-        table = _table(title, names)
+        table = tables[title] = _table(names)
         for line in lines:
             _row(table, line, reports)
-        tables.append(table)
     for title, tokens in SHARES.items():
         causes = list(dict.fromkeys(cause for report in reports for cause in tokens(report) or {}))
-        table = _table(title, names)
+        if not causes:
+            continue
+        table = tables[title] = _table(names)
         for cause in causes:
             _row(table, _share_line(tokens, cause), reports)
-        tables += [table] if causes else []
-    return Group(*(item for table in tables for item in (table, "")))
+    # The title apart: as the table's own it would be broken at the table's width.
+    return Group(*(item for title, table in tables.items() for item in (Text(title, style="bold"), table, "")))

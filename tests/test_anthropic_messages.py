@@ -138,7 +138,7 @@ async def test_token_counts_add_up_to_the_prompt(served: Served, upstream: Upstr
 @pytest.mark.parametrize("stream", [True, False])
 async def test_the_end_of_a_turn_is_named(served: Served, upstream: Upstream, stream: bool) -> None:
     upstream.script(*[Script(say="The quick brown fox jumps")] * 3)
-    cases = [
+    cases: list[tuple[dict[str, Any], tuple[str, str | None], str | None]] = [
         ({"stop_sequences": ["zzz", "own fox"]}, ("stop_sequence", "own fox"), "The quick br"),
         ({"max_tokens": 2}, ("max_tokens", None), None),
         ({}, ("end_turn", None), "The quick brown fox jumps"),

@@ -60,7 +60,7 @@ def test_a_later_system_message_keeps_its_place() -> None:
 
 
 def test_tools_are_those_of_the_other_dialects() -> None:
-    schema = {"type": "object", "properties": {"path": {"type": "string"}}}
+    schema: Any = {"type": "object", "properties": {"path": {"type": "string"}}}
     forms = [
         {"name": "read", "description": "Read.", "input_schema": schema, **MARK},
         {"type": "custom", "name": "bare", "input_schema": {}},
@@ -85,7 +85,7 @@ def test_an_assistant_message_is_reasoning_text_and_calls() -> None:
 
 
 def test_results_stand_before_the_text_of_their_message_and_in_call_order() -> None:
-    calls = [{"type": "tool_use", "id": i, "name": "f", "input": {}} for i in ("a", "b")]
+    calls: list[Any] = [{"type": "tool_use", "id": i, "name": "f", "input": {}} for i in ("a", "b")]
     results = [{"type": "tool_result", "tool_use_id": i, "content": [text(i.upper())], "is_error": True} for i in ("x", "b", "a")]
     found = conversation(USER, {"role": "assistant", "content": calls}, {"role": "user", "content": [text("also"), *results]}, USER).steps(
         0
@@ -96,14 +96,14 @@ def test_results_stand_before_the_text_of_their_message_and_in_call_order() -> N
 
 
 def test_results_in_messages_of_their_own_are_one_step() -> None:
-    calls = [{"type": "tool_use", "id": i, "name": "f", "input": {}} for i in ("a", "b")]
+    calls: list[Any] = [{"type": "tool_use", "id": i, "name": "f", "input": {}} for i in ("a", "b")]
     results = [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": i, "content": i}]} for i in ("b", "a")]
     found = conversation(USER, {"role": "assistant", "content": calls}, *results).steps(0)
     assert found[2:] == [(4, [ToolResultItem("a", "a"), ToolResultItem("b", "b")])]
 
 
 def test_reading_from_the_middle_still_knows_the_calls_before() -> None:
-    calls = [{"type": "tool_use", "id": i, "name": "f", "input": {}} for i in ("a", "b")]
+    calls: list[Any] = [{"type": "tool_use", "id": i, "name": "f", "input": {}} for i in ("a", "b")]
     results = [{"type": "tool_result", "tool_use_id": i} for i in ("b", "a")]
     found = conversation(USER, {"role": "assistant", "content": calls}, {"role": "user", "content": results})
     assert found.steps(2) == [(3, [ToolResultItem("a", ""), ToolResultItem("b", "")])]

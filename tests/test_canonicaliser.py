@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 
 from model.conversation import ToolCall
+from tests.real_engine import RealEngine
 from tests.scripted import asked, assert_nothing_is_held, starts_with
 from tests.serving import Reply, Served, chat, serving
 from tests.test_canonical_rules import shuffled
@@ -272,3 +273,19 @@ async def test_metrics_count_matches_and_characters_by_rule(served: Served) -> N
         lines = (await (await http.get(f"{served.url}/metrics")).text()).splitlines()
     assert 'agentserve_canonicalised_total{rule="billing_line"} 2.0' in lines
     assert f'agentserve_canonicalised_characters_total{{rule="billing_line"}} {2.0 * (len(line) + 1)}' in lines
+
+
+async def test_on_a_real_engine_a_disturbed_session_hits_its_block_ceiling(engine: RealEngine) -> None:
+    with serving(engine.url, engine.model_folder) as served:
+        history = [user("Fix the total of the cart.")]
+        for number in range(6):
+            head = EVERYTHING(number)
+            messages = [system(str(head["system"])), *history]
+            reply = await chat(served.url, messages, stream=number % 2 == 0, headers=SESSION, tools=head["tools"], max_tokens=24)
+            assert reply.usage is not None
+            account, cached = reply.usage["agentserve"], reply.usage["prompt_tokens_details"]["cached_tokens"]
+            assert reply.turn == ("exact" if number else "first")
+            if number:
+                assert account["ceiling_tokens"] > 0.9 * reply.usage["prompt_tokens"]
+                assert cached == account["ceiling_block_tokens"]
+            history += [reply.message, user(f"Go on, {number}.")]

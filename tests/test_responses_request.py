@@ -79,7 +79,7 @@ def test_instructions_and_leading_system_messages_form_the_head_and_later_ones_k
 
 
 def test_functions_are_offered_and_hosted_tools_are_left_out() -> None:
-    schema = {"type": "object", "properties": {"path": {"type": "string"}}}
+    schema: Any = {"type": "object", "properties": {"path": {"type": "string"}}}
     forms = [{"type": "web_search"}, {"type": "function", "name": "read", "description": "Read.", "parameters": schema, "strict": False}]
     assert conversation(USER, tools=forms).tools() == (Tool("read", "Read.", schema),)
     assert conversation(USER, tools=None).tools() == ()

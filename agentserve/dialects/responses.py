@@ -8,6 +8,7 @@ the model.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby, takewhile
 from typing import Any, Literal, TypeAlias
 
@@ -22,10 +23,12 @@ from agentserve.errors import InvalidRequest, Unsupported
 from model.conversation import AssistantItem, Head, Item, Json, SystemItem, Tool, ToolCall, ToolResultItem, UserItem
 
 HEAD_ROLES = ("system", "developer")
+TEXT_PARTS = frozenset({"input_text", "output_text", "text", "refusal", "reasoning_text"})
 HOSTED_TOOLS = ("web_search", "image_generation")
 """Beginnings of tool types that are left out."""
 
 Kind: TypeAlias = Literal["assistant", "result", "message"]
+_KINDS: dict[str, Kind] = {"reasoning": "assistant", "function_call": "assistant", "function_call_output": "result"}
 
 
 class ResponsesRequest(SamplingFields, kw_only=True):
@@ -60,13 +63,6 @@ class Part(msgspec.Struct):
     refusal: str | None = None
 
 
-class Label(msgspec.Struct):
-    """What is needed of an item to know its kind."""
-
-    type: str | None = None
-    role: str | None = None
-
-
 class InputItem(msgspec.Struct):
     type: str | None = None
     role: str | None = None
@@ -87,7 +83,6 @@ class ToolForm(msgspec.Struct):
 
 
 _request = msgspec.json.Decoder(ResponsesRequest)
-_label = msgspec.json.Decoder(Label)
 _item = msgspec.json.Decoder(InputItem)
 _tools = msgspec.json.Decoder(list[ToolForm] | None)
 
@@ -154,7 +149,7 @@ class ResponsesConversation:
         self._num_head = sum(1 for _ in takewhile(self._is_head, range(len(self._items))))
         if self._num_head == len(self._items):
             raise InvalidRequest("input must hold a user message or a tool's output beside the system text", param="input")
-        if self._kind(len(self._items) - 1) == "assistant":
+        if self._read(len(self._items) - 1).kind == "assistant":
             raise Unsupported("the last input item must not be the assistant's: continuing a given answer is not supported", param="input")
         digest = xxhash.xxh3_128(b"responses" + msgspec.json.encode(request.instructions))
         for raw in (request.tools, *self._items[: self._num_head]):
@@ -174,7 +169,7 @@ class ResponsesConversation:
 
     def head(self) -> Head:
         """Instructions and leading system messages, joined by a blank line, and the tools."""
-        texts = [self._instructions or "", *(self._text(self._read(index).content, index) for index in range(self._num_head))]
+        texts = [self._instructions or "", *(entry.text(entry.item.content) for entry in map(self._read, range(self._num_head)))]
         return Head("\n\n".join(text for text in texts if text), self.tools())
 
     def tools(self) -> tuple[Tool, ...]:
@@ -194,82 +189,87 @@ class ResponsesConversation:
         steps: list[tuple[int | None, list[Item]]] = []
         base = self._num_head
         calls = self._calls_before(base + start)
-        for kind, group in groupby(range(base + start, len(self._items)), self._kind):
-            indices = list(group)
-            end = indices[-1] + 1 - base
+        entries = [self._read(index) for index in range(base + start, len(self._items))]
+        for kind, group in groupby(entries, lambda entry: entry.kind):
+            run = list(group)
+            end = run[-1].index + 1 - base
             match kind:
                 case "assistant":
-                    said = self._assistant(indices)
+                    said = _assistant(run)
                     calls = said.calls
                     steps.append((end, [said]))
                 case "result":
-                    steps.append((end, list(in_call_order([self._result(index) for index in indices], calls))))
+                    results = [ToolResultItem(entry.item.call_id or "", entry.text(entry.item.output)) for entry in run]
+                    steps.append((end, list(in_call_order(results, calls))))
                 case "message":
-                    steps.extend((index + 1 - base, [self._message(index)]) for index in indices)
+                    steps.extend((entry.index + 1 - base, [_message(entry)]) for entry in run)
         return steps
 
     def _calls_before(self, index: int) -> tuple[ToolCall, ...]:
         """The calls of the assistant's turn that ends before `index`, whose results may follow."""
-        indices = list(takewhile(lambda i: self._kind(i) == "assistant", range(index - 1, self._num_head - 1, -1)))
-        return self._assistant(indices[::-1]).calls
-
-    def _assistant(self, indices: Sequence[int]) -> AssistantItem:
-        texts: list[str] = []
-        thoughts: list[str] = []
-        calls: list[ToolCall] = []
-        for index in indices:
-            item = self._read(index)
-            match item.type:
-                case "reasoning":
-                    thought = self._text(item.content, index) or "\n\n".join(part.text or "" for part in item.summary or ())
-                    thoughts.append(thought)
-                case "function_call":
-                    calls.append(ToolCall(item.call_id or item.id or "", item.name or "", parse_arguments(item.arguments or "")))
-                case _:
-                    texts.append(self._text(item.content, index))
-        return AssistantItem("".join(texts), "".join(thoughts) or None, tuple(calls))
-
-    def _result(self, index: int) -> ToolResultItem:
-        item = self._read(index)
-        return ToolResultItem(item.call_id or "", self._text(item.output, index))
-
-    def _message(self, index: int) -> Item:
-        item = self._read(index)
-        text = self._text(item.content, index)
-        return UserItem(text) if item.role == "user" else SystemItem(text)
-
-    def _kind(self, index: int) -> Kind:
-        label = decode_part(_label, self._items[index], self._name(index))
-        match label.type, label.role:
-            case (("message" | None), "assistant"):
-                return "assistant"
-            case (("message" | None), ("user" | "system" | "developer")):
-                return "message"
-            case (("message" | None), role):
-                at = f"{self._name(index)}.role"
-                raise InvalidRequest(f"{at} {role!r} is not known: use user, assistant, system or developer", param=at)
-            case (("reasoning" | "function_call"), _):
-                return "assistant"
-            case "function_call_output", _:
-                return "result"
-        known = "message, reasoning, function_call and function_call_output"
-        raise Unsupported(f"{self._name(index)} is of type {label.type!r}: only {known} are supported", param=self._name(index))
+        before = (self._read(i) for i in range(index - 1, self._num_head - 1, -1))
+        return _assistant(list(takewhile(lambda entry: entry.kind == "assistant", before))[::-1]).calls
 
     def _is_head(self, index: int) -> bool:
-        return self._kind(index) == "message" and decode_part(_label, self._items[index], self._name(index)).role in HEAD_ROLES
+        entry = self._read(index)
+        return entry.kind == "message" and entry.item.role in HEAD_ROLES
 
-    def _text(self, content: str | Sequence[Part] | None, index: int) -> str:
+    def _read(self, index: int) -> Entry:
+        name = f"input[{index - self._num_before}]" if index >= self._num_before else f"item {index} of the previous response"
+        item = decode_part(_item, self._items[index], name)
+        return Entry(index, name, item, _kind(item, name))
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A decoded item and how errors name it: by its place in the request's own input."""
+
+    index: int
+    name: str
+    item: InputItem
+    kind: Kind
+
+    def text(self, content: str | Sequence[Part] | None) -> str:
+        """The text of the item's content or output. Raises Unsupported for anything else."""
         if content is None or isinstance(content, str):
             return content or ""
         for part in content:
-            if part.type not in ("input_text", "output_text", "text", "refusal", "reasoning_text"):
-                at = f"{self._name(index)}.content"
+            if part.type not in TEXT_PARTS:
+                at = f"{self.name}.content"
                 raise Unsupported(f"{at} holds a part of type {part.type!r}: only text is supported", param=at)
         return "".join(part.text or part.refusal or "" for part in content)
 
-    def _read(self, index: int) -> InputItem:
-        return decode_part(_item, self._items[index], self._name(index))
 
-    def _name(self, index: int) -> str:
-        """How errors name an item: by its place in the request's own input."""
-        return f"input[{index - self._num_before}]" if index >= self._num_before else f"item {index} of the previous response"
+def _kind(item: InputItem, name: str) -> Kind:
+    if item.type in (None, "message"):
+        if item.role == "assistant":
+            return "assistant"
+        if item.role in ("user", *HEAD_ROLES):
+            return "message"
+        at = f"{name}.role"
+        raise InvalidRequest(f"{at} {item.role!r} is not known: use user, assistant, system or developer", param=at)
+    kind = _KINDS.get(item.type or "")
+    if kind is None:
+        raise Unsupported(f"{name} is of type {item.type!r}: only message, {', '.join(_KINDS)} are supported", param=name)
+    return kind
+
+
+def _message(entry: Entry) -> Item:
+    text = entry.text(entry.item.content)
+    return UserItem(text) if entry.item.role == "user" else SystemItem(text)
+
+
+def _assistant(run: Sequence[Entry]) -> AssistantItem:
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[ToolCall] = []
+    for entry in run:
+        item = entry.item
+        match item.type:
+            case "reasoning":
+                thoughts.append(entry.text(item.content) or "\n\n".join(part.text or "" for part in item.summary or ()))
+            case "function_call":
+                calls.append(ToolCall(item.call_id or item.id or "", item.name or "", parse_arguments(item.arguments or "")))
+            case _:
+                texts.append(entry.text(item.content))
+    return AssistantItem("".join(texts), "".join(thoughts) or None, tuple(calls))
