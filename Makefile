@@ -11,7 +11,7 @@ REQUIREMENTS ?= requirements/all.txt
 PIP_FLAGS ?=
 SERVE ?=
 TRACES ?= results/sessions.jsonl
-REPLAY ?= --concurrency 4 --scale 1/64 --time-scale 15 --duration 60 --json results/replay.json
+REPLAY ?= --concurrency 4 --scale 1/64 --time-scale 15 --assistant live --duration 60 --json results/replay.json --png results/replay.png
 BENCH ?= turn_cost overhead
 
 BIN := $(VENV)/bin

@@ -152,17 +152,21 @@ class Ledger:
         """The node of the head with this key."""
         return self._heads.get(key)
 
-    def follow(self, node: Node, step: Step) -> Node | None:
-        """The child of `node` that means the same as `step`, the latest first; None if there is none.
+    def follow(self, node: Node, step: Step, owner: str | None = None) -> Node | None:
+        """The child of `node` that means the same as `step`: the latest of `owner`, else the latest; None if there is none.
 
         Reasoning must agree where the client sends one; a client that leaves it out matches any. Notes are looked through, latest first.
         """
         wanted, reasoning = _meaning(step), _reasoning_digest(step)
+        found: Node | None = None
         for parent in (*reversed(node.children.get(NOTE, ())), node):
             for child in reversed(parent.children.get(wanted, ())):
-                if reasoning is None or child.reasoning == reasoning:
+                if reasoning is not None and child.reasoning != reasoning:
+                    continue
+                if owner is None or child.owner == owner:
                     return child
-        return None
+                found = found or child
+        return found
 
     def tail(self, node: Node) -> Node:
         """The latest note behind `node`, or `node` itself: what a new step follows."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from agentserve.canonical.canonicaliser import NO_FORM, Canonicaliser, Form
 from agentserve.conversation import Conversation
 from agentserve.ledger import TWIN, Ledger, Node
+from agentserve.sessions import Session
 from model.chat import ChatFormat, Piece
 from model.conversation import AssistantItem, Item, SystemItem
 from model.tokenizer import Tokenizer
@@ -33,6 +34,7 @@ class Place:
     foreign: bool = False
     twin_end: int = 0
     open_ids: Sequence[int] = ()
+    owner: str | None = None
 
     def move_to(self, node: Node, ledger: Ledger) -> None:
         """Hold `node` in place of where it stood."""
@@ -50,20 +52,23 @@ class Places:
         self._canonicaliser = canonicaliser
         self._openings: dict[tuple[Piece, ...], list[int]] = {}
 
-    async def find(self, conversation: Conversation, ledger: Ledger, onto: Node | None = None) -> Place:
+    async def find(self, conversation: Conversation, ledger: Ledger, onto: Node | None = None, session: Session | None = None) -> Place:
         """Match by bytes, then by meaning; render and append the rest. The node comes back held.
 
-        With `onto`, the conversation holds only what follows that node.
+        With `onto`, the conversation holds only what follows that node. `session` is the one that the client names, if it is known: where
+        two sessions have said the same, its own ids are used.
         """
         tail: list[bytes] = []
         found = (onto, NO_FORM, 1) if onto is not None else ledger.find(conversation.chain)
-        if found is not None:
+        astray = found is not None and session is not None and not session.leads_to(found[0])
+        if found is not None and not astray:
             place, start = Place(found[0], found[1], found[0]), conversation.first + found[2] - 1
         else:
             conversation = conversation.whole()
             place = await self._head(conversation, ledger)
             tail = [place.form.key + digest for digest in conversation.tail()]
-            start = self._skip(place, ledger, tail)
+            start = 0 if astray else self._skip(place, ledger, tail)
+        place.owner = session.id if session is not None else None
         ledger.hold(place.node)
         try:
             steps = conversation.steps(start)
@@ -125,7 +130,7 @@ class Places:
 
     async def _step(self, place: Place, ledger: Ledger, step: Sequence[Item]) -> None:
         """Go on to the node of `step`; what is not known is rendered."""
-        child = ledger.follow(place.node, step)
+        child = ledger.follow(place.node, step, place.owner)
         if child is None:
             place.move_to(ledger.tail(place.node), ledger)
             if not place.more:

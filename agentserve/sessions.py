@@ -61,6 +61,10 @@ class Session:
         """The end of the latest branch."""
         return next(reversed(self.tips), None)
 
+    def leads_to(self, node: Node) -> bool:
+        """Whether `node` lies before or behind the end of one of its branches (or there is none yet), and not beside all of them."""
+        return not self.tips or any(common_ancestor(tip, node) in (tip, node) for tip in reversed(self.tips))
+
     def relation(self, node: Node, *, more: bool, foreign: bool) -> Relation:
         """How a prompt that matched up to `node` relates to this session.
 

@@ -197,7 +197,8 @@ class Turns:
 
         With `onto`, the conversation holds only what follows that node.
         """
-        place = await self._places.find(conversation, namespace.ledger, onto)
+        named = namespace.sessions.get(identity.session) if identity.session is not None else None
+        place = await self._places.find(conversation, namespace.ledger, onto, named)
         turn: Turn | None = None
         session = namespace.resolve(identity, place.matched, self._clock(), self._new_id)
         namespace.own(place.node, session)

@@ -48,7 +48,8 @@ class Metadata(msgspec.Struct):
 
 
 class Metric(msgspec.Struct):
-    value: float | None = None
+    value: object = None
+    """A number, or for some metrics a list of them."""
 
 
 class Exported(msgspec.Struct):
@@ -59,8 +60,8 @@ class Exported(msgspec.Struct):
     error: object = None
 
     def tokens(self, name: str) -> int:
-        metric = self.metrics.get(name)
-        return int(metric.value or 0) if metric is not None else 0
+        value = self.metrics.get(name, Metric()).value
+        return int(value) if isinstance(value, int | float) else 0
 
 
 class Percentage(msgspec.Struct):
@@ -124,6 +125,16 @@ def _profile(python: Path, url: str, tokenizer: Path, traces: Path, out: Path, s
         raise ContenderFailed(f"the harness ended with {done.returncode}: {(done.stdout + done.stderr).strip()[-1500:]}")
 
 
+def read_export(folder: Path) -> tuple[Summary, list[Exported]]:
+    """What the harness wrote. Raises ContenderFailed where it is not what its version 1.0.12 writes."""
+    try:
+        lines = (folder / "profile_export.jsonl").read_bytes().splitlines()
+        summary = msgspec.json.decode((folder / "profile_export_aiperf.json").read_bytes(), type=Summary)
+        return summary, [msgspec.json.decode(line, type=Exported) for line in lines]
+    except (OSError, msgspec.DecodeError) as error:
+        raise ContenderFailed(f"the harness's export cannot be read: {error}") from error
+
+
 def _hits(traces: Path) -> dict[tuple[str, int], TheoreticalHit]:
     """Our theoretical hit of each call, by the harness's names for stream and turn."""
     found: dict[tuple[str, int], TheoreticalHit] = {}
@@ -176,10 +187,7 @@ def measure(options: Options) -> Result:
             before = Books.read(url)
             _profile(python, url, options.cache_folder / "nano", traces, out, seconds)
             books = Books.read(url).since(before)
-        lines = (out / "profile_export.jsonl").read_bytes().splitlines()
-        exported = [msgspec.json.decode(line, type=Exported) for line in lines]
-        summary = msgspec.json.decode((out / "profile_export_aiperf.json").read_bytes(), type=Summary)
-        rows = compare(summary, exported, _hits(traces), books)
+        rows = compare(*read_export(out), _hits(traces), books)
     return Result(
         title="AgentX's harness against agentserve",
         columns=COLUMNS,

@@ -272,25 +272,44 @@ def test_tools_in_any_order_have_one_key_and_another_set_has_another() -> None:
 
 MEMORIES = {
     "bullets": "<memories>\nWhat I know:\n- likes tea\n  and milk\n- lives in Rome\n- codes\n</memories>",
-    "numbers": "<memory>\n1. likes tea\n2. lives in Rome\n3. codes\n</memory>",
+    "apart": "<relevant_memories>\n\n* likes tea\n\n* lives in Rome\n\n</relevant_memories>",
     "Open WebUI": "User Context:\n1. [2026-01-02]. likes tea\n2. [2026-01-03]. codes\n",
 }
 
 
 @pytest.mark.parametrize("text", MEMORIES.values(), ids=MEMORIES.keys())
 def test_memories_in_any_order_are_rendered_as_one(text: str) -> None:
-    start = text.index("- likes") if "- likes" in text else text.index("1. ")
-    end = text.rfind("</") if "</" in text else len(text)
-    items = re.split(r"(?m)^(?:- |\d\. )", text[start:end])[1:]
+    found = re.search(r"(?m)^(- |\* |1\. )", text)
+    assert found is not None
+    start, mark = found.start(), found[0]
+    end = text.rfind("\n</") if "</" in text else len(text)
+    items = [item.rstrip() for item in re.split(r"(?m)^(?:- |\* |\d\. )", text[start:end])[1:]]
+    gap = "\n\n" if mark == "* " else "\n"
     seen, rng = set(), random.Random(1)
     for _ in range(20):
         rng.shuffle(items)
-        marks = [f"{number}. " if "1. " in text else "- " for number in range(1, len(items) + 1)]
-        listed = "".join(mark + item for mark, item in zip(marks, items, strict=True))
+        marks = [f"{number}. " if mark == "1. " else mark for number in range(1, len(items) + 1)]
+        listed = gap.join(mark + item for mark, item in zip(marks, items, strict=True))
         head, _ = only("memory_order").apply(Head(f"{BEFORE}\n{text[:start]}{listed}{text[end:]}\n{AFTER}"))
         seen.add(head.system)
     assert len(seen) == 1
     assert sorted(next(iter(seen)).split()) == sorted(f"{BEFORE}\n{text}\n{AFTER}".split())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<memories>\n1. open the file\n1. close it\n</memories>",
+        "<memories>\n- b\n  - nested\n- a\n</memories>",
+        "<memories>\n- b\n- a\nBut first ask.\n</memories>",
+        "<memories>\n## Taste\n- tea\n## Places\n- Rome\n</memories>",
+        "<memory>\n- b\n- a\n</memory>",
+        "<memories>\n- b\n- a",
+        "User Context:\n2. b\n1. a",
+    ],
+)
+def test_lists_that_may_mean_their_order_stay(text: str) -> None:
+    assert only("memory_order").apply(Head(text))[0].system == text
 
 
 @pytest.mark.parametrize("tag", ["system-reminder", "reminder"])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
+import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from http.client import HTTPConnection
@@ -17,9 +19,12 @@ from hypothesis import strategies as st
 from agentserve.errors import ClientError
 from model.conversation import AssistantItem, Head, Item, Json, SystemItem, Tool, ToolCall, ToolResultItem, UserItem
 from tests.dialect_forms import FORMS, Body, Form
+from tests.processes import wait_until
 from tests.scripted import asked, post, starts_with
-from tests.serving import Served
+from tests.serving import Served, chat
 from tests.upstream import Script, Upstream
+
+NAMES = ["chat", "messages", "responses"]
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 spoken = texts.filter(bool)
@@ -39,8 +44,9 @@ def conversations(draw: st.DrawFn) -> tuple[Head, list[Item]]:
     for number in range(draw(st.integers(0, 3))):
         calls = tuple(ToolCall(f"c{number}{index}", draw(spoken), draw(objects)) for index in range(draw(st.sampled_from([0, 0, 1, 2]))))
         items.append(AssistantItem(draw(texts), draw(st.none() | spoken), calls))
-        items += [ToolResultItem(call.id, draw(texts)) for call in calls]
-        if not calls or draw(st.booleans()):
+        results = [ToolResultItem(call.id, draw(texts)) for call in calls if draw(st.sampled_from([True, True, False]))]
+        items += results
+        if not results or draw(st.booleans()):
             items.append(draw(st.builds(UserItem, texts) | st.builds(SystemItem, texts)))
     return head, items
 
@@ -142,6 +148,77 @@ async def test_a_session_goes_on_from_dialect_to_dialect(served: Served, upstrea
     assert served.server.namespaces.num_sessions == 1
 
 
+@pytest.mark.anyio
+@pytest.mark.parametrize("form", FORMS, ids=NAMES)
+async def test_a_call_that_was_cut_is_no_tool_call_and_can_be_replayed(served: Served, upstream: Upstream, form: Form) -> None:
+    upstream.script(Script(say="", calls=(ToolCall("", "run_cmd", {"cmd": "echo " + "a b c " * 100}),)))
+    items: list[Item] = [UserItem("Run it.")]
+    schema: Any = {"type": "object", "properties": {"cmd": {"type": "string"}}}
+    head = Head("s", (Tool("run_cmd", "Run.", schema),))
+    reply = await post(served.url + form.path, {**form.body(head, items), "max_tokens": 100, "max_output_tokens": 100})
+    body = reply.body
+    ends = {"chat": "length", "messages": "max_tokens", "responses": "incomplete"}
+    assert ends[NAMES[FORMS.index(form)]] in (
+        body.get("status"),
+        body.get("stop_reason"),
+        body.get("choices", [{}])[0].get("finish_reason"),
+    )
+    said = form.said(body)
+    assert str(said.calls[0].arguments).startswith("{'cmd': 'echo a b")
+    items += [said, ToolResultItem(said.calls[0].id, "error: bad arguments"), UserItem("try again")]
+    again = await post(served.url + form.path, form.body(head, items))
+    assert again.headers["x-agentserve-turn"] == "exact"
+    assert starts_with(asked(upstream)[1], asked(upstream)[0])
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("form", FORMS, ids=NAMES)
+async def test_fields_that_say_nothing_to_the_model_change_no_token(served: Served, upstream: Upstream, form: Form) -> None:
+    body = form.body(Head("s"), [UserItem("hi")])
+    silent: list[Body] = [
+        {},
+        {"tools": None},
+        {"metadata": {"a": "b"}},
+        {"user": "u1"},
+        {"seed": 1},
+        {"service_tier": "auto"},
+        {"unknown_x": 1},
+    ]
+    for extra in (*silent, {"tool_choice": {"type": "auto"} if form.path == "/v1/messages" else "auto"}):
+        assert (await post(served.url + form.path, {**body, **extra})).status == 200
+    assert len({request.prompt_ids for request in asked(upstream)}) == 1
+
+
+@pytest.mark.anyio
+async def test_bytes_split_anywhere_give_whole_characters_in_every_stream(served: Served, upstream: Upstream) -> None:
+    say, path = "北京 café 🛒 “q”", "目录/ü🙂.py"
+    call = ToolCall("", "read_file", {"path": path})
+    for size in range(1, 8):
+        upstream.script(*[Script(say=say, calls=(call,), bytes_per_write=size)] * 3)
+        message = (await chat(served.url, [{"role": "user", "content": "go"}], stream=True)).message
+        assert (message["content"], path in message["tool_calls"][0]["function"]["arguments"]) == (say, True)
+        messages = await post(f"{served.url}/v1/messages", {**FORMS[1].body(Head(), [UserItem("go")]), "stream": True})
+        deltas = [event["delta"] for event in messages.events if event["type"] == "content_block_delta"]
+        assert "".join(delta.get("text", "") for delta in deltas) == say
+        assert path in "".join(delta.get("partial_json", "") for delta in deltas)
+        responded = await post(f"{served.url}/v1/responses", {"input": "go", "stream": True})
+        said = FORMS[2].said(responded.events[-1]["response"])
+        assert (said.text, said.calls[0].arguments) == (say, {"path": path})
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("form", FORMS, ids=NAMES)
+async def test_a_client_that_leaves_stops_the_engine(served: Served, upstream: Upstream, form: Form, stream: bool) -> None:
+    upstream.script(Script(say="word " * 500, itl_seconds=0.05))
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.6):
+            await post(served.url + form.path, {**form.body(Head(), [UserItem("go")]), "max_tokens": 900, "stream": stream})
+    left = time.monotonic()
+    assert await asyncio.to_thread(wait_until, lambda: asked(upstream)[0].aborted_at is not None, seconds=2)
+    assert (asked(upstream)[0].aborted_at or left) - left < 1
+
+
 def raw_bodies() -> dict[str, bytes]:
     """Bodies that are wrong as bytes, or odd as JSON."""
     deep = b"[" * 20_000 + b"]" * 20_000
@@ -168,7 +245,7 @@ async def test_no_body_is_a_server_error(served: Served) -> None:
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("form", FORMS, ids=["chat", "messages", "responses"])
+@pytest.mark.parametrize("form", FORMS, ids=NAMES)
 async def test_lone_surrogates_and_repeated_keys_are_served(served: Served, upstream: Upstream, form: Form) -> None:
     body = json.dumps(form.body(Head("s"), [UserItem("mark")])).encode()
     assert (await post(served.url + form.path, body.replace(b'"mark"', b'"\\ud800mark"'))).status == 200

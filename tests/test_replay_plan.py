@@ -125,6 +125,33 @@ class TestPrompts:
         assert one[: 8 * 64 - CACHE_BUST_TOKENS - MESSAGE_TOKENS] == two[: 8 * 64 - CACHE_BUST_TOKENS - MESSAGE_TOKENS]
         assert one != two
 
+    def test_of_two_calls_at_once_none_holds_the_others_answer(self) -> None:
+        agents = [[request(2, 512, ids(8, 50), seconds=5)], [request(2.4, 640, [*ids(8, 50), *ids(2, 200)], order=1)]]
+        prompt = writer(tree([request(0, 640, ids(10))], *agents))
+        one, two = messages(prompt, 1), messages(prompt, 2)
+        assert [message["role"] for message in two] == ["user"]
+        assert text_of(two).split()[: len(text_of(one).split())] == text_of(one).split()
+        assert prompt.play.plan.calls[2].follows is None
+
+    def test_a_call_that_had_ended_may_be_continued_by_another_stream(self) -> None:
+        agents = [[request(2, 512, ids(8, 50))], [request(9, 640, [*ids(8, 50), *ids(2, 200)], order=1)]]
+        prompt = writer(tree([request(0, 640, ids(10))], *agents))
+        assert [message["role"] for message in messages(prompt, 2)] == ["user", "assistant", "user"]
+        assert prompt.play.plan.calls[2].follows == 1
+
+    def test_a_cut_message_goes_on_in_other_words_without_an_answer_between(self) -> None:
+        prompt = writer(tree([request(0, 640, ids(10)), request(9, 700, [*ids(8), *ids(2, 500)])]))
+        assert [message["role"] for message in messages(prompt, 1)] == ["user"]
+        assert prompt.play.plan.calls[1].edits
+
+    def test_the_servers_template_shortens_the_head_down_to_one_word(self) -> None:
+        session = tree([request(0, 640, ids(10))], head_tokens=256)
+        for template_tokens, expected in ((0, 250), (200, 50), (400, 1)):
+            plan = plan_session(session, 1.0, template_tokens)
+            system, user = plan.calls[0].parts
+            assert system.words.count == expected
+            assert user.words.start + user.words.count == max(640, 400 + 1)
+
     def test_each_play_has_its_own_marker_in_front_of_the_first_user_message(self) -> None:
         session = tree([request(0, 640, ids(10)), request(9, 1280, ids(20))], [request(5, 256, ids(4, 700))], head_tokens=128)
         marks = {}

@@ -255,9 +255,25 @@ def test_token_sums_are_of_the_successful_requests() -> None:
         each.planned_prompt_tokens = 480.4
     report = make_report(run(*good, record(error="HTTP 500")))
     assert (report.prompt_tokens, report.output_tokens, report.planned_prompt_tokens) == (1000, 8, 961)
+    assert report.computed_tokens == 10 + 810
     assert report.ceiling_block_hit_rate == pytest.approx(2 * 92 / 1000)
 
 
 def test_requests_cut_off_at_the_end_are_counted_apart() -> None:
     report = make_report(run(record(), end=End(started=0.0, ended=2.0, num_cancelled=3)))
     assert (report.requests, report.failed_requests, report.cancelled_requests) == (1, 0, 3)
+
+
+def test_what_was_computed_again_lies_in_the_answer_or_before_it() -> None:
+    first = record(num_prompt_tokens=100, num_cached_tokens=0)
+    again = msgspec.structs.replace(first, number=1, follows=0, num_prompt_tokens=200)
+    samples = (msgspec.structs.replace(sample(0.5, 1, 1, 1), block_size=16),)
+    cases = {112: (0, 0), 96: (0, 0), 80: (0, 16), 0: (0, 96)}
+    for cached, (answer, history) in cases.items():
+        report = make_report(run(first, msgspec.structs.replace(again, num_cached_tokens=cached), samples=samples))
+        assert report.recomputed_tokens == {"answer": answer, "history": history}, cached
+    long = msgspec.structs.replace(first, num_output_tokens=61)
+    report = make_report(run(long, msgspec.structs.replace(again, num_cached_tokens=96), samples=samples))
+    assert report.recomputed_tokens == {"answer": 64, "history": 0}
+    assert report.block_size == 16
+    assert make_report(run(first, msgspec.structs.replace(again, follows=None), samples=samples)).recomputed_tokens is None

@@ -417,3 +417,19 @@ async def test_appending_to_nothing_is_refused(served: Served, upstream: Upstrea
     reply = await chat(served.url, [user("on")], stream=True, headers={**headers, "x-agentserve-append": "true"})
     assert reply.status == status
     assert not asked(upstream)
+
+
+async def test_two_sessions_that_say_the_same_each_keep_their_own_ids(served: Served, upstream: Upstream, renderer: FormatRenderer) -> None:
+    newline = renderer.encode("\n")
+    spellings = [(*renderer.encode("a"), *newline, *newline, renderer.stop_id), (*renderer.encode("a\n\n"), renderer.stop_id)]
+    assert spellings[0] != spellings[1]
+    messages = [SYSTEM, user("hi")]
+    for turn in range(3):
+        for number, spelling in enumerate(spellings):
+            upstream.script(Script(ids=spelling))
+            reply = await chat(served.url, messages, stream=False, headers={"x-session-id": f"twin-{number}"})
+            assert reply.turn == ("first" if turn == 0 else "exact")
+        messages += [reply.message, user("go on")]
+    for number in range(2):
+        own = asked(upstream)[number::2]
+        assert all(starts_with(later, earlier) for earlier, later in pairwise(own))

@@ -57,7 +57,7 @@ _ROWS = (
         "memory_order",
         Action.ORDER,
         "A similarity search brings the same memories in another order.",
-        "list items inside `<memory>`, `<memories>` and their kin, or numbered below `User Context:`",
+        "bullets of one list between `<memories>` tags and their kin, dated lines below `User Context:`",
         order_memories,
     ),
     Rule(

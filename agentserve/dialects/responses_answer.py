@@ -22,8 +22,8 @@ _ID_PREFIXES: dict[Kind, str] = {"reasoning": "rs", "text": "msg", "call": "fc"}
 _DELTAS: dict[Kind, str] = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
 """The name of a block's delta and done events behind "response."."""
 
-Keep = Callable[[Plan, bytes, list[bytes]], None]
-"""Takes what may be asked for later: the plan, the response's body and its output items, as JSON text."""
+Keep = Callable[[Plan, dict[str, Any]], None]
+"""Takes the plan and the finished response, which may be asked for later."""
 
 
 class ResponsesAnswer:
@@ -76,12 +76,11 @@ class ResponsesAnswer:
     def _final(self, plan: Plan, outcome: Outcome, blocks: list[Block]) -> dict[str, Any]:
         """The finished response, handed to `keep` before the client can know of it."""
         status = _status(outcome)
-        items = self._items(blocks, status)
-        response = self._response(status, items)
+        response = self._response(status, self._items(blocks, status))
         response["usage"] = usage(plan, outcome)
         if status == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
-        self._keep(plan, msgspec.json.encode(response), [msgspec.json.encode(item) for item in items])
+        self._keep(plan, response)
         return response
 
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:

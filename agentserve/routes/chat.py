@@ -15,7 +15,7 @@ from agentserve.dialects.openai_chat_answer import ChatAnswer
 from agentserve.errors import InvalidRequest, NotFound
 from agentserve.identity import identify
 from agentserve.ledger import Node
-from agentserve.routes.run import Asked, answer
+from agentserve.routes.run import TurnRequest, answer
 from agentserve.server import Server
 from agentserve.sessions import Namespace
 from model.conversation import AssistantItem
@@ -44,7 +44,7 @@ def router(server: Server) -> APIRouter:
             chat, conversation = read(body, bodies)
         server.check_model(chat.model)
         identity = identify(request.headers, chat.session_id)
-        asked = Asked(conversation, options(chat), identity, bool(chat.stream), started, onto)
+        asked = TurnRequest(conversation, options(chat), identity, bool(chat.stream), started, onto)
         include_usage = chat.stream_options is not None and chat.stream_options.include_usage
         created = int(datetime.now(UTC).timestamp())
         writer = ChatAnswer(f"chatcmpl-{token_hex(12)}", server.model_name, created, include_usage=include_usage)

@@ -12,7 +12,7 @@ from agentserve.dialects.anthropic import MessagesConversation, MessagesRequest,
 from agentserve.dialects.anthropic_answer import MessagesAnswer
 from agentserve.headers import json_response
 from agentserve.identity import grouped, identify
-from agentserve.routes.run import Asked, answer
+from agentserve.routes.run import TurnRequest, answer
 from agentserve.server import Server
 
 
@@ -26,19 +26,19 @@ def router(server: Server) -> APIRouter:
         server.check_model(messages.model)
         return messages
 
-    @routes.post("/v1/messages")
     async def create(request: Request) -> Response:
         started = time.monotonic()
         namespace = server.namespace(request.headers)
         messages = await read(request)
         identity = grouped(identify(request.headers, messages.session_id), client_session(messages))
-        asked = Asked(MessagesConversation(messages), options(messages), identity, bool(messages.stream), started)
+        asked = TurnRequest(MessagesConversation(messages), options(messages), identity, bool(messages.stream), started)
         return answer(server, namespace, asked, MessagesAnswer(f"msg_{token_hex(12)}", server.model_name))
 
-    @routes.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> Response:
         namespace = server.namespace(request.headers)
         messages = await read(request)
         return json_response({"input_tokens": await server.turns.count(MessagesConversation(messages), namespace)})
 
+    routes.add_route("/v1/messages", create, methods=["POST"])
+    routes.add_route("/v1/messages/count_tokens", count_tokens, methods=["POST"])
     return routes

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from datetime import UTC, datetime
 from secrets import token_hex
+from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 
 from agentserve.body import read_body
@@ -14,7 +16,7 @@ from agentserve.dialects.responses_answer import ResponsesAnswer
 from agentserve.dialects.responses_store import StoredResponse
 from agentserve.headers import json_response
 from agentserve.identity import grouped, identify
-from agentserve.routes.run import Asked, answer
+from agentserve.routes.run import TurnRequest, answer
 from agentserve.server import Server
 from agentserve.turns import Plan
 
@@ -24,7 +26,6 @@ def router(server: Server) -> APIRouter:
     routes = APIRouter()
     store = server.responses
 
-    @routes.post("/v1/responses")
     async def create(request: Request) -> Response:
         started = time.monotonic()
         namespace = server.namespace(request.headers)
@@ -37,12 +38,13 @@ def router(server: Server) -> APIRouter:
         session_id = asked.session_id or (previous.session_id if previous else None)
         identity = grouped(identify(request.headers, session_id), asked.prompt_cache_key)
 
-        def keep(plan: Plan, body: bytes, output: list[bytes]) -> None:
+        def keep(plan: Plan, response: dict[str, Any]) -> None:
             if asked.store is not False:
-                store.add(namespace, StoredResponse(writer.id, plan.session_id, body, (*own, *output), previous))
+                items = (*own, *map(msgspec.json.encode, response["output"]))
+                store.add(namespace, StoredResponse(writer.id, plan.session_id, msgspec.json.encode(response), items, previous))
 
         writer = ResponsesAnswer(asked, token_hex(24), server.model_name, int(datetime.now(UTC).timestamp()), keep)
-        return answer(server, namespace, Asked(conversation, options(asked), identity, bool(asked.stream), started), writer)
+        return answer(server, namespace, TurnRequest(conversation, options(asked), identity, bool(asked.stream), started), writer)
 
     @routes.get("/v1/responses/{response_id}")
     async def stored(request: Request, response_id: str) -> Response:
@@ -54,4 +56,5 @@ def router(server: Server) -> APIRouter:
         store.delete(server.namespace(request.headers), response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
+    routes.add_route("/v1/responses", create, methods=["POST"])
     return routes

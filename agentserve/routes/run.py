@@ -59,7 +59,7 @@ class AnswerWriter(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class TurnRequest:
     """What a route read from a request. `started`: when it came, monotonic seconds. `onto`: the node that the conversation follows."""
 
     conversation: Conversation
@@ -70,7 +70,7 @@ class Asked:
     onto: Node | None = None
 
 
-def answer(server: Server, namespace: Namespace, asked: Asked, writer: AnswerWriter) -> Exchange:
+def answer(server: Server, namespace: Namespace, asked: TurnRequest, writer: AnswerWriter) -> Exchange:
     """The response that runs the turn."""
     return Exchange(
         TurnRun(server, namespace, asked, writer).handle,
@@ -82,7 +82,7 @@ def answer(server: Server, namespace: Namespace, asked: Asked, writer: AnswerWri
 class TurnRun:
     """One request on its way through a turn."""
 
-    def __init__(self, server: Server, namespace: Namespace, asked: Asked, writer: AnswerWriter) -> None:
+    def __init__(self, server: Server, namespace: Namespace, asked: TurnRequest, writer: AnswerWriter) -> None:
         self._server = server
         self._namespace = namespace
         self._asked = asked
