@@ -38,7 +38,9 @@ def build_app(server: Server, lifespan: Lifespan | None = None) -> FastAPI:
             return _answer(request, NotFound(f"no route {path!r}", code="route_not_found"))
         refused = ClientError(f"{path!r}: {error.detail}")
         refused.status = error.status_code
-        return _answer(request, refused)
+        answer = _answer(request, refused)
+        answer.headers.update(error.headers or {})  # what a 405 allows
+        return answer
 
     @app.exception_handler(Exception)
     async def ours(request: Request, _: Exception) -> Response:

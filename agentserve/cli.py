@@ -15,21 +15,17 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
-import uvicorn
 import uvloop
 from cyclopts import App, Parameter
 from rich.console import Console
 
-from agentserve.app import build_app
 from agentserve.boot import running_server
 from agentserve.engines.embedded import WHAT_IS_REAL, EmbeddedEngine
 from agentserve.errors import AgentserveError, SetupError
 from agentserve.log import configure_log
 from agentserve.server import Server
 from agentserve.settings import Settings, environment_name, flag, leaves, load
-
-KEEP_ALIVE_SECONDS = 620
-"""Longer than the pools of known clients keep an idle connection."""
+from agentserve.web import web_server
 
 _console = Console(stderr=True, highlight=False)
 
@@ -53,19 +49,9 @@ async def _serve(settings: Settings) -> None:
     signal.signal(signal.SIGTERM, lambda *_: task.cancel())
     with listener:
         async with running_server(settings, _progress) as server:
-            app = build_app(server)
-            config = uvicorn.Config(
-                app,
-                http="httptools",
-                log_config=None,
-                access_log=False,
-                timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=5,
-                server_header=False,
-            )
             host, port = listener.getsockname()[:2]
             _announce(server, f"http://{host}:{port}")
-            await uvicorn.Server(config).serve(sockets=[listener])
+            await web_server(server).serve(sockets=[listener])
 
 
 def _listen(host: str, port: int) -> socket.socket:

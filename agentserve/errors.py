@@ -6,7 +6,9 @@
     │   ├── ContextTooLong          400  prompt beyond the model's context
     │   ├── Unauthorized            401
     │   ├── NotFound                404  unknown model, session or route
+    │   ├── BodyTimeout             408  a body that does not arrive in time
     │   ├── BodyTooLarge            413
+    │   ├── UnsupportedMediaType    415  a body in a form that is not JSON, or a content coding that is not known
     │   └── Unsupported             400  a feature that the engine or the model does not have
     ├── Busy                        429  queue limits reached; carries Retry-After
     ├── EngineError                 502  the engine misbehaved
@@ -70,9 +72,21 @@ class NotFound(ClientError):
     kind = "not_found_error"
 
 
+class BodyTimeout(ClientError):
+    """The client began a body and did not finish it in time."""
+
+    status = 408
+    kind = "timeout_error"
+
+
 class BodyTooLarge(ClientError):
     status = 413
     code = "request_too_large"
+
+
+class UnsupportedMediaType(ClientError):
+    status = 415
+    code = "unsupported_media_type"
 
 
 class Unsupported(ClientError):

@@ -154,6 +154,8 @@ def replay(
     """
     named: list[tuple[str, Report]] = []
     try:
+        for path in filter(None, (json, png, records)):
+            path.parent.mkdir(parents=True, exist_ok=True)
         _check_traces(traces)
         with tempfile.TemporaryDirectory(prefix="agentserve-replay-") as folder:
             main_target = _target(url, metrics_url)

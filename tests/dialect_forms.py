@@ -10,9 +10,14 @@ import msgspec
 
 from agentserve.conversation import Conversation
 from agentserve.dialects import anthropic, openai_chat, responses
+from agentserve.errors import InvalidRequest
 from model.conversation import AssistantItem, Head, Item, SystemItem, ToolCall, ToolResultItem, UserItem
 
 Body: TypeAlias = dict[str, Any]
+
+
+def unkept(item_id: str) -> bytes:
+    raise InvalidRequest(f"nothing is kept, so not {item_id!r}", param="input")
 
 
 class ChatForm:
@@ -113,7 +118,7 @@ class ResponsesForm:
     def conversation(self, body: bytes) -> Conversation:
         request = responses.parse(body)
         responses.options(request)
-        return responses.ResponsesConversation(request, (), responses.input_items(request))
+        return responses.ResponsesConversation(request, (), responses.input_items(request, unkept))
 
     def said(self, answer: Body) -> AssistantItem:
         texts: dict[str, str] = {item["type"]: item["content"][0]["text"] for item in answer["output"] if item["type"] != "function_call"}

@@ -15,10 +15,10 @@ import aiohttp
 import msgspec
 import uvicorn
 
-from agentserve.app import build_app
 from agentserve.boot import running_server
 from agentserve.server import Server
 from agentserve.settings import load
+from agentserve.web import web_server
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,7 @@ def serving(engine_url: str, model_folder: Path, **settings: Any) -> Iterator[Se
     async def run() -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             async with running_server(load(flags), lambda _: None) as server:
-                config = uvicorn.Config(build_app(server), log_config=None, timeout_graceful_shutdown=1)
-                web = uvicorn.Server(config)
+                web = web_server(server, grace_seconds=1)
                 stop.append(web)
                 outcome.append(Served(f"http://127.0.0.1:{listener.getsockname()[1]}", server))
                 started.set()

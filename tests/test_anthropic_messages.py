@@ -135,6 +135,13 @@ async def test_token_counts_add_up_to_the_prompt(served: Served, upstream: Upstr
     assert usage["cache_read_input_tokens"] > 0
 
 
+async def test_cached_tokens_that_the_engine_does_not_report_are_absent_and_not_zero(renderer: FormatRenderer, model_folder: Path) -> None:
+    with in_thread(Upstream(renderer=renderer)) as upstream, serving(upstream.url, model_folder) as served:
+        usage = (await ask(served, user("hi"))).body["usage"]
+        assert usage["input_tokens"] == len(asked(upstream)[0].prompt_ids)
+        assert not {"cache_read_input_tokens", "cache_creation_input_tokens"} & set(usage)
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_the_end_of_a_turn_is_named(served: Served, upstream: Upstream, stream: bool) -> None:
     upstream.script(*[Script(say="The quick brown fox jumps")] * 3)

@@ -75,6 +75,36 @@ def test_reading_on_from_any_step_gives_the_rest(conversation: tuple[Head, list[
     assert list(found.steps(end)) == steps[number + 1 :]
 
 
+@pytest.mark.parametrize("form", FORMS, ids=NAMES)
+@pytest.mark.parametrize(
+    "items",
+    [
+        [UserItem("a"), UserItem("b")],
+        [AssistantItem("x"), UserItem("b")],
+        [UserItem("a"), SystemItem("late")],
+        [UserItem("a"), AssistantItem(""), UserItem("b")],
+        [UserItem("")],
+        [UserItem("a"), ToolResultItem("nope", "orphan")],
+        [UserItem("a"), AssistantItem("", None, (ToolCall("c1", "f", {}),)), UserItem("never mind")],
+        [
+            UserItem("a"),
+            AssistantItem("", None, (ToolCall("d", "f", {"p": 1}), ToolCall("d", "f", {"p": 2}))),
+            *[ToolResultItem("d", "x")] * 2,
+        ],
+    ],
+)
+def test_histories_of_odd_order_are_read_as_they_stand(form: Form, items: list[Item]) -> None:
+    assert read(form, json.dumps(form.body(Head("s"), items)).encode()) == (Head("s"), items)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=NAMES)
+@pytest.mark.parametrize("items", [[], [SystemItem("s")], [UserItem("a"), AssistantItem("pre")]])
+def test_a_history_that_asks_nothing_is_refused(form: Form, items: list[Item]) -> None:
+    with pytest.raises(ClientError) as refused:
+        read(form, json.dumps(form.body(Head(), items)).encode())
+    assert (refused.value.status, refused.value.param) == (400, "input" if form is FORMS[2] else "messages")
+
+
 def places(value: Json, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
     """The paths of all parts of a JSON value."""
     if path:

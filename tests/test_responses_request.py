@@ -15,9 +15,13 @@ from model.conversation import AssistantItem, Head, Item, SystemItem, Tool, Tool
 USER = {"role": "user", "content": "hi"}
 
 
+def unkept(item_id: str) -> bytes:
+    raise InvalidRequest(f"nothing is kept, so not {item_id!r}", param="input")
+
+
 def conversation(*own: Any, history: tuple[Any, ...] = (), **fields: Any) -> ResponsesConversation:
     request = parse(json.dumps({"input": list(own), **fields}).encode())
-    return ResponsesConversation(request, [json.dumps(item).encode() for item in history], input_items(request))
+    return ResponsesConversation(request, [json.dumps(item).encode() for item in history], input_items(request, unkept))
 
 
 def items(*own: Any) -> list[Item]:
@@ -26,7 +30,7 @@ def items(*own: Any) -> list[Item]:
 
 def read_all(body: bytes) -> None:
     request = parse(body)
-    found = ResponsesConversation(request, (), input_items(request))
+    found = ResponsesConversation(request, (), input_items(request, unkept))
     found.head()
     found.steps(0)
     options(request)
@@ -50,7 +54,7 @@ def output(call_id: str, value: Any) -> dict[str, Any]:
 )
 def test_input_as_text_or_items_is_the_same_message(given: Any) -> None:
     request = parse(json.dumps({"input": given}).encode())
-    assert ResponsesConversation(request, (), input_items(request)).steps(0) == [(1, [UserItem("a b")])]
+    assert ResponsesConversation(request, (), input_items(request, unkept)).steps(0) == [(1, [UserItem("a b")])]
 
 
 def test_items_of_one_turn_are_one_item_with_or_without_ids() -> None:
@@ -89,13 +93,23 @@ def test_a_history_comes_first_and_errors_name_items_of_the_request() -> None:
     found = conversation(output("c", "x"), USER, history=(USER, call("c")))
     assert [item for _, step in found.steps(2) for item in step] == [ToolResultItem("c", "x"), UserItem("hi")]
     with pytest.raises(Unsupported) as refused:
-        conversation({"type": "item_reference", "id": "x"}, history=(USER, call("c")))
+        conversation({"type": "computer_call", "id": "x"}, history=(USER, call("c")))
     assert refused.value.param == "input[0]"
 
 
 def test_reading_from_the_middle_still_knows_the_calls_before() -> None:
     found = conversation(USER, call("a"), call("b"), output("b", "B"), output("a", "A"))
     assert found.steps(3) == [(5, [ToolResultItem("a", "A"), ToolResultItem("b", "B")])]
+
+
+def test_a_reference_stands_for_the_kept_item() -> None:
+    kept = json.dumps({"type": "message", "id": "msg_1", "role": "assistant", "content": "said"}).encode()
+    texts = [USER, {"type": "item_reference", "id": "msg_1"}, {"role": "user", "content": "an item_reference?"}]
+    request = parse(json.dumps({"input": texts}).encode())
+    found = ResponsesConversation(request, (), input_items(request, {"msg_1": kept}.__getitem__))
+    assert [item for _, step in found.steps(0) for item in step] == [UserItem("hi"), AssistantItem("said"), UserItem("an item_reference?")]
+    with pytest.raises(InvalidRequest):
+        input_items(request, unkept)
 
 
 def test_digests_agree_exactly_as_far_as_the_bytes_do() -> None:

@@ -168,6 +168,19 @@ async def test_a_whole_history_of_items_without_ids_stays_exact(served: Served, 
     assert {session.parent for session in served.server.namespaces.of(None).sessions.values()} == {"thread-7"}
 
 
+async def test_items_that_are_kept_may_be_referred_to(served: Served, upstream: Upstream) -> None:
+    upstream.script(Script(say="Reading.", reason="Look.", calls=(CALL,)))
+    first = (await ask(served, "go", tools=TOOLS)).body
+    references = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
+    output = {"type": "function_call_output", "call_id": first["output"][-1]["call_id"], "output": "text"}
+    second = await ask(served, [{"role": "user", "content": "go"}, *references, output], tools=TOOLS)
+    assert second.headers["x-agentserve-turn"] == "exact"
+    assert starts_with(asked(upstream)[1], asked(upstream)[0])
+    for unknown in ("msg_unknown", references[0]["id"] + "9", ""):
+        refused = await ask(served, [{"type": "item_reference", "id": unknown}, output])
+        assert (refused.status, refused.body["error"]["code"]) == (400, "item_not_found")
+
+
 async def test_an_unknown_previous_response_is_an_error_and_never_an_answer_without_context(served: Served, upstream: Upstream) -> None:
     unstored = (await ask(served, "hi", store=False)).body["id"]
     for response_id in ("resp_unknown", unstored):

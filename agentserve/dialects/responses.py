@@ -7,7 +7,7 @@ the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
 from typing import Any, Literal, TypeAlias
@@ -129,11 +129,20 @@ def _structured(text: dict[str, Any] | None) -> dict[str, Json] | None:
     raise InvalidRequest("text.format must be of type text, json_object, or json_schema with a schema object", param="text.format")
 
 
-def input_items(request: ResponsesRequest) -> list[bytes]:
-    """The request's own input items as JSON text, free of its body; input that is a text is one message by the user."""
+def input_items(request: ResponsesRequest, kept: Callable[[str], bytes]) -> list[bytes]:
+    """The request's own input items as JSON text, free of its body; input that is a text is one message by the user.
+
+    `kept` gives an item that the request only refers to, by its id.
+    """
     if isinstance(request.input, str):
         return [msgspec.json.encode({"type": "message", "role": "user", "content": request.input})]
-    return [bytes(raw) for raw in request.input]
+    items = [bytes(raw) for raw in request.input]
+    for index, text in enumerate(items):
+        if b"item_reference" in text:  # also in a text that only speaks of one
+            item = decode_part(_item, msgspec.Raw(text), f"input[{index}]")
+            if item.type == "item_reference":
+                items[index] = kept(item.id or "")
+    return items
 
 
 class ResponsesConversation:

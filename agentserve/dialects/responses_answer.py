@@ -26,8 +26,19 @@ Keep = Callable[[Plan, dict[str, Any]], None]
 """Takes the plan and the finished response, which may be asked for later."""
 
 
+NUMBER_DIGITS = 48
+
+
+def response_of(item_id: str) -> str:
+    """The id of the response that has an item with this id."""
+    return f"resp_{item_id.partition('_')[2][:NUMBER_DIGITS]}"
+
+
 class ResponsesAnswer:
-    """Writes one answer. `number` makes its ids, `created` is in Unix seconds, `keep` takes a whole answer that is to be stored."""
+    """Writes one answer.
+
+    `number`, of NUMBER_DIGITS characters, makes its ids; `created` is in Unix seconds; `keep` takes a whole answer that is to be stored.
+    """
 
     keep_alive = KEEP_ALIVE
 

@@ -5,8 +5,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
+import msgspec
+
 from agentserve.errors import InvalidRequest, NotFound
 from agentserve.sessions import Namespace
+
+
+class Named(msgspec.Struct):
+    id: str | None = None
+
+
+_named = msgspec.json.Decoder(Named)
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +89,14 @@ class ResponseStore:
                 param="previous_response_id",
                 code="previous_response_not_found",
             ) from error
+
+    def item(self, namespace: Namespace, response_id: str, item_id: str) -> bytes:
+        """An item of a response that is kept. Raises InvalidRequest."""
+        response = self._listed.get((namespace, response_id))
+        for item in response.items if response is not None else ():
+            if _named.decode(item).id == item_id:
+                return item
+        raise InvalidRequest(f"Item with id {item_id!r} not found: send the item itself", param="input", code="item_not_found")
 
     def delete(self, namespace: Namespace, response_id: str) -> None:
         """Forget a response; those that build on it keep its items. Raises NotFound."""

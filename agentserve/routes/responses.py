@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 
 from agentserve.body import read_body
 from agentserve.dialects.responses import ResponsesConversation, input_items, options, parse
-from agentserve.dialects.responses_answer import ResponsesAnswer
+from agentserve.dialects.responses_answer import NUMBER_DIGITS, ResponsesAnswer, response_of
 from agentserve.dialects.responses_store import StoredResponse
 from agentserve.headers import json_response
 from agentserve.identity import grouped, identify
@@ -33,7 +33,7 @@ def router(server: Server) -> APIRouter:
         asked = parse(await read_body(request, max_bytes=limits.body_bytes, seconds=limits.body_seconds))
         server.check_model(asked.model)
         previous = store.previous(namespace, asked.previous_response_id) if asked.previous_response_id is not None else None
-        own = input_items(asked)
+        own = input_items(asked, lambda item_id: store.item(namespace, response_of(item_id), item_id))
         conversation = ResponsesConversation(asked, previous.history() if previous else (), own)
         session_id = asked.session_id or (previous.session_id if previous else None)
         identity = grouped(identify(request.headers, session_id), asked.prompt_cache_key)
@@ -43,7 +43,7 @@ def router(server: Server) -> APIRouter:
                 items = (*own, *map(msgspec.json.encode, response["output"]))
                 store.add(namespace, StoredResponse(writer.id, plan.session_id, msgspec.json.encode(response), items, previous))
 
-        writer = ResponsesAnswer(asked, token_hex(24), server.model_name, int(datetime.now(UTC).timestamp()), keep)
+        writer = ResponsesAnswer(asked, token_hex(NUMBER_DIGITS // 2), server.model_name, int(datetime.now(UTC).timestamp()), keep)
         return answer(server, namespace, TurnRequest(conversation, options(asked), identity, bool(asked.stream), started), writer)
 
     @routes.get("/v1/responses/{response_id}")

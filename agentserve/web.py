@@ -1,0 +1,104 @@
+"""The web server around the application: uvicorn, with limits on how long and how large a request's head may be.
+
+uvicorn waits for ever for the rest of a request that has begun. Here a request has to arrive within a time, whichever part of it dawdles:
+its head (408, then the connection is closed), its body while a route reads it (`agentserve.body` answers 408), or a body that nobody
+reads any more because its request was refused (closed).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import ClassVar
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from agentserve.app import build_app
+from agentserve.server import Server
+
+KEEP_ALIVE_SECONDS = 620
+"""Longer than the pools of known clients keep an idle connection."""
+MAX_HEAD_BYTES = 1 << 16
+"""Request line and headers; above it 431."""
+_AGAIN_SECONDS = 1.0
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One client connection. `arrival_seconds` is the time that a request may take from its first byte to its last."""
+
+    arrival_seconds: ClassVar[float] = 30.0
+
+    _arrival: asyncio.TimerHandle | None = None
+    _in_head = False
+    _head_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
+        super().connection_made(transport)
+        # A connection that never asks for anything is idle from the start.
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._arrived()
+        self._unset_keepalive_if_required()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse(b"431 Request Header Fields Too Large")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head, self._head_bytes = True, 0
+        self._arrived()
+        self._arrival = self.loop.call_later(self.arrival_seconds, self._check_arrival)
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._arrived()
+        super().on_message_complete()
+
+    def _arrived(self) -> None:
+        if self._arrival is not None:
+            self._arrival.cancel()
+            self._arrival = None
+
+    def _check_arrival(self) -> None:
+        """The time is over and the request has not arrived."""
+        is_answering = self.cycle is not None and not self.cycle.response_complete
+        if is_answering:  # a route still reads this body, or answers the request before: it ends that itself
+            self._arrival = self.loop.call_later(_AGAIN_SECONDS, self._check_arrival)
+        elif self._in_head:
+            self._refuse(b"408 Request Timeout")
+        else:
+            self.transport.close()
+
+    def _refuse(self, status: bytes) -> None:
+        """Answer a request whose head is not known, and close; an answer in progress is not written into."""
+        if not self.transport.is_closing():
+            if self.cycle is None or self.cycle.response_complete:
+                self.transport.write(b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
+            self.transport.close()
+
+
+def web_server(server: Server, *, grace_seconds: int = 5) -> uvicorn.Server:
+    """uvicorn over `server`; `grace_seconds` are given to running answers when it is told to stop."""
+
+    class Protocol(BoundedProtocol):
+        arrival_seconds = server.settings.limits.body_seconds
+
+    config = uvicorn.Config(
+        build_app(server),
+        http=Protocol,
+        log_config=None,
+        access_log=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=grace_seconds,
+        server_header=False,
+    )
+    return uvicorn.Server(config)
