@@ -7,10 +7,13 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from secrets import token_hex
 
+import msgspec
 import structlog
+import xxhash
 
 from admission.policies import ADMISSION_POLICIES
 from admission.requests import Limits
@@ -27,7 +30,10 @@ from agentserve.errors import SetupError
 from agentserve.metrics import Metrics
 from agentserve.server import Server
 from agentserve.sessions import Namespaces
-from agentserve.settings import EngineSettings, Settings
+from agentserve.settings import EngineSettings, Settings, StateSettings
+from agentserve.state.breaker import Failure
+from agentserve.state.link import RedisLink
+from agentserve.state.stored import Listeners, StoredSessions
 from agentserve.turns import Turns
 from agentserve.waiting import WaitingRoom
 from model.chat import ChatFormat
@@ -57,7 +63,11 @@ async def running_server(settings: Settings, progress: Callable[[str], None]) ->
             await subscriber.start()
             if isinstance(engine, EmbeddedEngine):
                 engine.on_restart = mirror.restarted
-        yield build(settings, engine, tokenizer, chat, mirror)
+        server = build(settings, engine, tokenizer, chat, mirror)
+        if server.turns.stored is not None:
+            stack.push_async_callback(server.turns.stored.close)
+            await server.turns.stored.start()
+        yield server
 
 
 def make_engine(settings: Settings, progress: Callable[[str], None]) -> tuple[Engine, str | None, str | None, Path | None]:
@@ -133,6 +143,7 @@ def build(settings: Settings, engine: Engine, tokenizer: Tokenizer, chat: ChatFo
         canonicaliser=choose(settings.canonicalise.mode, settings.canonicalise.on, settings.canonicalise.off),
         clock=clock,
         new_id=lambda: token_hex(12),
+        stored=stored_sessions(settings.state, partial(deployment, engine.info.model, tokenizer, chat), books, metrics, clock),
     )
     metrics.watch("waiting_turns", "Turns that wait for a ticket", lambda: room.num_waiting)
     metrics.watch("sessions", "Sessions that are known", lambda: namespaces.num_sessions)
@@ -145,3 +156,34 @@ def build(settings: Settings, engine: Engine, tokenizer: Tokenizer, chat: ChatFo
     responses = ResponseStore(settings.limits.stored_response_bytes)
     metrics.watch("stored_response_bytes", "JSON of stored Responses", lambda: responses.num_bytes)
     return Server(settings, engine, turns, namespaces, books, metrics, responses, created)
+
+
+def deployment(model: str, tokenizer: Tokenizer, chat: ChatFormat) -> bytes:
+    """16 bytes that are equal on servers whose sessions may be mixed: of one model, chat format and vocabulary."""
+    digest = xxhash.xxh3_128(msgspec.json.encode([model, chat.name, dict(tokenizer.control)]))
+    for number in range(tokenizer.vocab_size):
+        digest.update(tokenizer.token_bytes(number) + b"\0")
+    return digest.digest()
+
+
+def stored_sessions(
+    options: StateSettings, deployed: Callable[[], bytes], books: CacheBooks, metrics: Metrics, clock: Callable[[], float]
+) -> StoredSessions | None:
+    """The sessions in Redis, if the settings name one. Raises SetupError."""
+    if options.url is None:
+        return None
+
+    def failed(failure: Failure) -> None:
+        metrics.state_failures.labels(failure.value).inc()
+
+    link = RedisLink(options.url.get_secret_value(), failed)
+    listeners = Listeners(
+        computed=books.computed,
+        loaded=lambda is_new: metrics.state_loads.labels("found" if is_new else "nothing").inc(),
+        saved=metrics.state_saves.inc,
+        failed=failed,
+    )
+    metrics.watch("state_breaker_open", "1 while Redis is not asked, as it refused or did not answer", lambda: link.is_open)
+    stored = StoredSessions(link, deployed(), listeners, clock, ttl_seconds=options.ttl_seconds, timeout_seconds=options.timeout_seconds)
+    metrics.watch("state_unsaved_sessions", "Sessions whose latest turn is not stored yet", lambda: stored.writer.num_waiting)
+    return stored

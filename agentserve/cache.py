@@ -51,7 +51,10 @@ class CacheBooks:
         volatile = max(0, twin_end - ceiling)
         if self.mirror is None:
             return Estimate(num_tokens, ceiling, None, hashes, volatile_tokens=volatile)
-        predicted = self.mirror.predict(hashes, num_tokens)
+        departures = self.mirror.num_departures
+        start = prompt.num_resident_blocks if prompt.resident_as_of == departures else 0
+        predicted = self.mirror.predict(hashes, num_tokens, min(start, len(hashes)))
+        prompt.resident_as_of, prompt.num_resident_blocks = departures, predicted // self.mirror.block_size
         resident = predicted // self.mirror.block_size
         removed = tuple(map(self.mirror.was_removed, hashes[resident : ceiling // self.mirror.block_size]))
         return Estimate(num_tokens, ceiling, None if self.mirror.is_suspect else predicted, hashes, resident, removed, volatile)

@@ -137,7 +137,7 @@ class Ledger:
     def __init__(self) -> None:
         self.num_tokens = 0
         self.num_nodes = 0
-        self._heads: dict[bytes, Node] = {}
+        self._heads: dict[bytes, list[Node]] = {}
         self._chains: dict[bytes, tuple[Node, Form]] = {}
 
     def find(self, chain: Sequence[bytes]) -> tuple[Node, Form, int] | None:
@@ -149,8 +149,9 @@ class Ledger:
         return None
 
     def find_head(self, key: bytes) -> Node | None:
-        """The node of the head with this key."""
-        return self._heads.get(key)
+        """The node of the head with this key; of several (see `graft`) the first."""
+        heads = self._heads.get(key)
+        return heads[0] if heads else None
 
     def follow(self, node: Node, step: Step, owner: str | None = None) -> Node | None:
         """The child of `node` that means the same as `step`: the latest of `owner`, else the latest; None if there is none.
@@ -197,7 +198,7 @@ class Ledger:
             return known
         node = Node(None, head, array("I", ids))
         node.meaning = key
-        self._heads[key] = node
+        self._heads[key] = [node]
         self._count(node, 1)
         return node
 
@@ -209,6 +210,19 @@ class Ledger:
                 return known
         node = Node(parent, step, array("I", ids), generated=generated)
         parent.children.setdefault(node.meaning, []).append(node)
+        self._count(node, 1)
+        return node
+
+    def graft(self, node: Node) -> Node:
+        """Let `node`, which was made for its parent elsewhere, follow it; where the same ids mean the same there already, those stay.
+
+        A head may come with other ids than are known by its key: then it stands beside them, for the branches that come with it.
+        """
+        children = self._heads if node.parent is None else node.parent.children
+        for known in children.get(node.meaning, ()):
+            if known.ids == node.ids and (known.reasoning, known.generated) == (node.reasoning, node.generated):
+                return known
+        children.setdefault(node.meaning, []).append(node)
         self._count(node, 1)
         return node
 
@@ -236,7 +250,7 @@ class Ledger:
 
     def nodes(self) -> Iterator[Node]:
         """All nodes, parents first."""
-        stack = list(self._heads.values())
+        stack = [head for heads in self._heads.values() for head in heads]
         while stack:
             node = stack.pop()
             yield node
@@ -257,13 +271,11 @@ class Ledger:
 
     def _drop(self, node: Node) -> Node | None:
         parent = node.parent
-        if parent is None:
-            del self._heads[node.meaning]
-        else:
-            same = parent.children[node.meaning]
-            same.remove(node)
-            if not same:
-                del parent.children[node.meaning]
+        siblings = self._heads if parent is None else parent.children
+        same = siblings[node.meaning]
+        same.remove(node)
+        if not same:
+            del siblings[node.meaning]
         for chain in node.chains:
             self._forget_chain(chain, node)
         self._count(node, -1)

@@ -35,6 +35,9 @@ class Metrics:
         self.canonicalised_characters = self._counter(
             "canonicalised_characters", "Characters that these matches cover: dropped, moved or put in order", "rule"
         )
+        self.state_loads = self._counter("state_loads", "Questions to Redis about a session, by whether it knew something new", "outcome")
+        self.state_saves = self._counter("state_saves", "Sessions written to Redis")
+        self.state_failures = self._counter("state_failures", "Calls to Redis that gave nothing, by reason", "reason")
         self.first_token = Histogram(
             "agentserve_time_to_first_token_seconds", "From request to first generated token", registry=self.registry, buckets=SECONDS
         )

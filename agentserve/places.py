@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from agentserve.canonical.canonicaliser import NO_FORM, Canonicaliser, Form
 from agentserve.conversation import Conversation
 from agentserve.ledger import TWIN, Ledger, Node
 from agentserve.sessions import Session
+from agentserve.state.recall import Recall
 from model.chat import ChatFormat, Piece
 from model.conversation import AssistantItem, Item, SystemItem
 from model.tokenizer import Tokenizer
+
+Steps: TypeAlias = Sequence[tuple[int | None, list[Item]]]
 
 LONG_HEAD_CHARACTERS = 32_768
 """Heads above this are canonicalised off the event loop."""
@@ -52,11 +56,18 @@ class Places:
         self._canonicaliser = canonicaliser
         self._openings: dict[tuple[Piece, ...], list[int]] = {}
 
-    async def find(self, conversation: Conversation, ledger: Ledger, onto: Node | None = None, session: Session | None = None) -> Place:
+    async def find(
+        self,
+        conversation: Conversation,
+        ledger: Ledger,
+        onto: Node | None = None,
+        session: Session | None = None,
+        recall: Recall | None = None,
+    ) -> Place:
         """Match by bytes, then by meaning; render and append the rest. The node comes back held.
 
         With `onto`, the conversation holds only what follows that node. `session` is the one that the client names, if it is known: where
-        two sessions have said the same, its own ids are used.
+        two sessions have said the same, its own ids are used. `recall` is asked where the session has said something that is not here.
         """
         tail: list[bytes] = []
         found = (onto, NO_FORM, 1) if onto is not None else ledger.find(conversation.chain)
@@ -65,18 +76,21 @@ class Places:
             place, start = Place(found[0], found[1], found[0]), conversation.first + found[2] - 1
         else:
             conversation = conversation.whole()
-            place = await self._head(conversation, ledger)
+            place = await self._head(conversation, ledger, recall)
             tail = [place.form.key + digest for digest in conversation.tail()]
             start = 0 if astray else self._skip(place, ledger, tail)
         place.owner = session.id if session is not None else None
         ledger.hold(place.node)
         try:
-            steps = conversation.steps(start)
+            steps = self._follow(place, ledger, conversation.steps(start))
+            if recall is not None and onto is None and recall.is_needed(place.node, steps):
+                conversation, steps = await self._recalled(recall, place, ledger, conversation, steps, tail)
             for end, step in steps:
                 await self._step(place, ledger, step)
                 # A head that changes its bytes every turn would be remembered at each node: where it ended is enough.
-                if end is not None and (place.more or step is steps[-1][1]):
+                if end is not None and place.more:
                     ledger.remember(conversation.chain[end - conversation.first], place.node, place.form)
+            ledger.remember(conversation.chain[-1], place.node, place.form)
             if tail:
                 ledger.remember(tail[-1], place.node, place.form)
             await self._note(place, ledger)
@@ -86,12 +100,15 @@ class Places:
             raise
         return place
 
-    async def _head(self, conversation: Conversation, ledger: Ledger) -> Place:
+    async def _head(self, conversation: Conversation, ledger: Ledger, recall: Recall | None) -> Place:
         """The place of a head whose bytes are not known."""
         sent = conversation.head()
         is_long = len(sent.system) > LONG_HEAD_CHARACTERS
         head, form = await asyncio.to_thread(self._canonicaliser.apply, sent) if is_long else self._canonicaliser.apply(sent)
         node = ledger.find_head(form.key)
+        if node is None and recall is not None and recall.is_needed(None, conversation.steps(0)):
+            await recall.ask(conversation.chain, [form.key + digest for digest in conversation.tail()])
+            node = ledger.find_head(form.key)
         num_encoded, twin_end = 0, 0
         if node is None:
             twin_end = self._twin_end(conversation, ledger, form)
@@ -103,6 +120,38 @@ class Places:
         if not self._canonicaliser.is_complete:
             ledger.remember(TWIN + form.alike, node, form)
         return Place(node, form, node, num_encoded, twin_end=twin_end)
+
+    def _follow(self, place: Place, ledger: Ledger, steps: Steps) -> Steps:
+        """Go on through known steps; those that are left begin with one that is not known."""
+        for number, (_, step) in enumerate(steps):
+            child = ledger.follow(place.node, step, place.owner)
+            if child is None:
+                return steps[number:]
+            place.move_to(child, ledger)
+            place.matched = child
+        return ()
+
+    async def _recalled(
+        self, recall: Recall, place: Place, ledger: Ledger, conversation: Conversation, steps: Steps, tail: Sequence[bytes]
+    ) -> tuple[Conversation, Steps]:
+        """Go on through what other servers have stored of the session; the steps that are left then, and the conversation they are of."""
+        head = await recall.ask(conversation.chain, tail)
+        if head is None:
+            return conversation, steps
+        steps = self._follow(place, ledger, steps)
+        if not recall.is_needed(place.node, steps) or head.meaning != place.form.key:
+            return conversation, steps
+        # What was stored leaves this path further up, or has a head of its own.
+        whole = conversation.whole()
+        again = Place(head, place.form, head, owner=recall.session_id)
+        ledger.hold(head)
+        left = self._follow(again, ledger, whole.steps(0))
+        if len(left) <= len(steps):
+            place.move_to(again.node, ledger)
+            place.matched, place.owner = again.matched, again.owner
+            conversation, steps = whole, left
+        ledger.release(again.node)
+        return conversation, steps
 
     def _skip(self, place: Place, ledger: Ledger, tail: Sequence[bytes]) -> int:
         """Go from the head to where the longest known run of the messages behind it ends; how many those are.

@@ -23,7 +23,7 @@ def ids_json(ids: Sequence[int]) -> bytes:
 class FlatPrompt:
     """Ids from the start of the prompt, as far as `node.end` plus what was added with `extend`. `block_size` in tokens."""
 
-    __slots__ = ("_pieces", "chain", "ids", "node", "position", "salt")
+    __slots__ = ("_pieces", "chain", "ids", "node", "num_resident_blocks", "position", "resident_as_of", "salt")
 
     def __init__(self, block_size: int, salt: bytes = b"") -> None:
         self.node: Node | None = None
@@ -32,6 +32,9 @@ class FlatPrompt:
         self.chain = HashChain(block_size, salt)
         self.position: Position | None = None
         """Where the ceiling index stands for these ids."""
+        self.num_resident_blocks = 0
+        """Leading blocks that were resident when the mirror had seen `resident_as_of` departures."""
+        self.resident_as_of: int | None = None
         # Each piece is at least twice as long as the next, so there are few, and appending copies little.
         self._pieces: list[bytes] = []
 
@@ -83,6 +86,7 @@ class FlatPrompt:
         del self.ids[num_tokens:]
         self._cut_json(len(ids_json(cut)) + (num_tokens > 0))  # with the comma before
         self.chain = self.chain.fork(num_tokens)
+        self.num_resident_blocks = min(self.num_resident_blocks, num_tokens // self.chain.block_size)
         self.chain.extend(self.ids[self.chain.num_tokens :])
         self.position = self.cut_position(num_tokens)
 

@@ -11,6 +11,7 @@ from enum import StrEnum
 from agentserve.identity import Identity
 from agentserve.ledger import Ledger, Node, common_ancestor
 from agentserve.prompt import FlatPrompt
+from model.conversation import AssistantItem
 from prefix_cache.hits import HitTotals
 
 MAX_TIPS = 16
@@ -29,7 +30,7 @@ class TurnKind(StrEnum):
     RETRY = "retry"
     """The client took back its last turns and asks again."""
     INEXACT = "inexact"
-    """It goes on from the session's history, but holds an answer that this server has no ids of; those are encoded from text."""
+    """It goes on from a history with an answer that this server has no ids of; those are encoded from text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,8 @@ class Session:
     created: float
     used: float
     tips: OrderedDict[Node, None] = field(default_factory=OrderedDict)
+    named: bool = True
+    """The client names it; else it is found by its history."""
     running: int = 0
     num_turns: int = 0
     num_by_kind: dict[TurnKind, int] = field(default_factory=dict)
@@ -72,13 +75,23 @@ class Session:
         """
         best, shared = self._nearest_tip(node)
         if best is None:
-            return Relation(TurnKind.FIRST)
+            return Relation(TurnKind.INEXACT if foreign else TurnKind.FIRST)
         history = best.end - 1  # the last sampled token has no KV yet
         if shared is best:
             return Relation(TurnKind.INEXACT if foreign else TurnKind.EXACT, history, history)
         kept = min(shared.end if shared is not None else 0, history)
         retry = shared is node and not more
         return Relation(TurnKind.RETRY if retry else TurnKind.EDITED, history, kept)
+
+    def has_all_answers(self, node: Node) -> bool:
+        """Whether every answer up to `node` stands in one of its branches."""
+        step: Node | None = node
+        shared = self._nearest_tip(node)[1]
+        while step is not shared and step is not None:
+            if isinstance(step.shape, AssistantItem):
+                return False
+            step = step.parent
+        return True
 
     def _nearest_tip(self, node: Node) -> tuple[Node | None, Node | None]:
         best: Node | None = None
@@ -93,9 +106,10 @@ class Session:
 
 
 class Namespace:
-    """The sessions and the ledger of one API key. `salt` goes to the engine as cache_salt; None shares prefixes."""
+    """The sessions and the ledger of one API key, whose digest is `name`. `salt` goes to the engine as cache_salt; None shares prefixes."""
 
-    def __init__(self, salt: str | None, block_size: int) -> None:
+    def __init__(self, salt: str | None, block_size: int, name: str = "") -> None:
+        self.name = name
         self.salt = salt
         self.ledger = Ledger()
         self.sessions: OrderedDict[str, Session] = OrderedDict()
@@ -107,7 +121,8 @@ class Namespace:
         session = self.sessions.get(wanted)
         if session is None:
             salt = self.salt.encode() if self.salt else b""
-            session = Session(wanted, identity.parent, FlatPrompt(self._block_size, salt), now, now)
+            named = identity.session is not None
+            session = Session(wanted, identity.parent, FlatPrompt(self._block_size, salt), now, now, named=named)
             self.sessions[wanted] = session
         session.used = now
         self.sessions.move_to_end(wanted)
@@ -166,7 +181,7 @@ class Namespaces:
         namespace = self._by_name.get(name)
         if namespace is None:
             salt = name if api_key is not None and not self._share else None
-            namespace = self._by_name[name] = Namespace(salt, self._block_size)
+            namespace = self._by_name[name] = Namespace(salt, self._block_size, name)
         return namespace
 
     def __iter__(self) -> Iterator[Namespace]:

@@ -61,6 +61,14 @@ class SessionSettings(Part):
     ceiling_tokens: int = Field(512_000_000, ge=1, description="Tokens that the ceiling index remembers (about 5 bytes each).")
 
 
+class StateSettings(Part):
+    url: SecretStr | None = Field(
+        None, description="URL of the Redis or Valkey that holds sessions, so that any server can take the next turn; default: memory only."
+    )
+    timeout_seconds: float = Field(0.05, gt=0, description="Longest that a turn waits for Redis, seconds; then it goes on from memory.")
+    ttl_seconds: float = Field(6 * 3600.0, gt=0, description="A stored session without a turn on any server expires after this, seconds.")
+
+
 class CanonicaliseSettings(Part):
     mode: Literal["on", "off"] = Field("on", description="off: heads pass exactly as clients send them.")
     off: tuple[str, ...] = Field((), description="Rules of the canonicaliser that are off, by name.")
@@ -84,6 +92,7 @@ class Settings(BaseSettings):
     engine: EngineSettings = EngineSettings()
     limits: LimitSettings = LimitSettings()
     sessions: SessionSettings = SessionSettings()
+    state: StateSettings = StateSettings()
     canonicalise: CanonicaliseSettings = CanonicaliseSettings()
 
     @classmethod

@@ -13,6 +13,7 @@ Whatever ends a turn — the answer, an error, a client that left — runs step 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ from agentserve.identity import Identity
 from agentserve.ledger import Node
 from agentserve.places import Place, Places
 from agentserve.sessions import Namespace, Namespaces, Relation, Session, TurnKind
+from agentserve.state.recall import Recall
+from agentserve.state.stored import StoredSessions
 from agentserve.stops import StopCutter
 from agentserve.waiting import WaitingRoom
 from model.chat import ChatFormat, Delta, OutputParser, ReasoningDelta
@@ -84,6 +87,7 @@ class Turn:
         self._estimate = estimate
         self._request = request
         self._generated: list[int] = []
+        self._kept: asyncio.Future[bool] | None = None
         self._num_reasoning_tokens = 0
         self._last: Chunk = Chunk()
         self._prefilled = False
@@ -114,6 +118,8 @@ class Turn:
             raise EngineError("the engine ended the stream without a finish reason")
         shown = cutter.finish(self.parser.finish())
         self.outcome = self._commit(cutter.item(self.parser.item()))
+        if self._kept is not None and self._turns.stored is not None:
+            await self._turns.stored.settled(self._kept)  # before the client can send the next turn to another server
         if shown:
             yield shown
 
@@ -146,6 +152,8 @@ class Turn:
             ids = [*self._place.open_ids, *self._generated]
             node = self._namespace.ledger.append(self._place.node, (item,), ids, generated=True)
             self._namespace.advance(self._session, node)
+            if self._turns.stored is not None:
+                self._kept = self._turns.stored.keep(self._namespace, self._session)
             prompt.move_to(node)
             self._turns.books.computed(prompt, node.end - 1)  # the last sampled token has no KV
         hits = self._turns.books.book(self._session, self._relation, self._estimate, usage.num_cached_tokens if usage else None, prompt)
@@ -173,6 +181,7 @@ class Turns:
         canonicaliser: Canonicaliser,
         clock: Callable[[], float],
         new_id: Callable[[], str],
+        stored: StoredSessions | None = None,
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
@@ -181,6 +190,7 @@ class Turns:
         self.namespaces = namespaces
         self.books = books
         self.room = room
+        self.stored = stored
         self._clock = clock
         self._new_id = new_id
 
@@ -198,7 +208,8 @@ class Turns:
         With `onto`, the conversation holds only what follows that node.
         """
         named = namespace.sessions.get(identity.session) if identity.session is not None else None
-        place = await self._places.find(conversation, namespace.ledger, onto, named)
+        recall = Recall(self.stored, namespace, identity) if self.stored is not None else None
+        place = await self._places.find(conversation, namespace.ledger, onto, named, recall)
         turn: Turn | None = None
         session = namespace.resolve(identity, place.matched, self._clock(), self._new_id)
         namespace.own(place.node, session)

@@ -143,9 +143,17 @@ class Mirror:
         """Leading blocks of `hashes` that are resident in every group; the first `start` are taken as resident."""
         return min(group.match(hashes, start) for group in self._groups.values())
 
-    def predict(self, hashes: Sequence[BlockHash], num_prompt_tokens: int) -> int:
-        """The engine's num_cached_tokens for this prompt, as far as we know: whole blocks, never the last token."""
-        return min(self.match(hashes), max(0, num_prompt_tokens - 1) // self.block_size) * self.block_size
+    @property
+    def num_departures(self) -> int:
+        """Rises whenever a block may have left; while it stands still, blocks that matched still do (`start` of `match`)."""
+        return sum(group.num_departures for group in self._groups.values())
+
+    def predict(self, hashes: Sequence[BlockHash], num_prompt_tokens: int, start: int = 0) -> int:
+        """The engine's num_cached_tokens for this prompt, as far as we know: whole blocks, never the last token.
+
+        The first `start` blocks are taken as resident.
+        """
+        return min(self.match(hashes, start), max(0, num_prompt_tokens - 1) // self.block_size) * self.block_size
 
     def was_removed(self, block_hash: BlockHash) -> bool:
         """Whether the block was resident, is not now, and the engine announced that (as far back as the bounded log goes)."""

@@ -29,7 +29,18 @@ _MAX_ANCHORS = 64
 class Residency:
     """A state machine without a clock; every structure is bounded. `max_blocks` bounds what the engine announces, for when it errs."""
 
-    __slots__ = ("_anchors", "_copies", "_learned", "_limit", "_orphans", "_removed", "_resident", "_resolved", "num_dropped_blocks")
+    __slots__ = (
+        "_anchors",
+        "_copies",
+        "_learned",
+        "_limit",
+        "_orphans",
+        "_removed",
+        "_resident",
+        "_resolved",
+        "num_departures",
+        "num_dropped_blocks",
+    )
 
     def __init__(self, max_blocks: int) -> None:
         self._limit = max_blocks
@@ -46,6 +57,8 @@ class Residency:
         self._removed: dict[BlockHash, None] = {}
         """Latest removals, the newest last; a block stays in when it is stored again."""
         self.num_dropped_blocks = 0
+        self.num_departures = 0
+        """Times that blocks may have left; as long as it stands still, what matched once still does."""
 
     @property
     def num_blocks(self) -> int:
@@ -74,6 +87,7 @@ class Residency:
 
     def remove(self, hashes: Sequence[EngineHash]) -> None:
         """One copy of each leaves; blocks that were never announced are ignored."""
+        self.num_departures += 1
         for name in hashes:
             if name in self._copies:
                 self._copies[name] -= 1
@@ -90,6 +104,7 @@ class Residency:
 
     def clear(self, *, announced: bool) -> None:
         """Forget all blocks. `announced`: the engine said that they are gone, so they count as removed; else nothing is known of them."""
+        self.num_departures += 1
         if announced:
             self._removed.update(dict.fromkeys(self._resolved))
             self._removed.update(self._learned)
@@ -174,6 +189,7 @@ class Residency:
             self._resolved.discard(resident.pop(oldest))
             self._copies.pop(oldest, None)
             self.num_dropped_blocks += 1
+            self.num_departures += 1
 
     def _adopt_later(self, event: BlockStored) -> None:
         assert event.parent_block_hash is not None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class RawAnswer:
 
     @property
     def error(self) -> dict[str, Any]:
-        error = json.loads(self.body)["error"]
+        error = msgspec.json.decode(self.body)["error"]
         assert isinstance(error, dict)
         return error
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentserve.codings import CODINGS, MAX_CODINGS, STEP_BYTES, Unpacking, codings
+from agentserve.codings import CODINGS, MAX_CODINGS, STEP_BYTES, ZSTD_WINDOW_LOG, Unpacking, codings
 from agentserve.errors import BodyTooLarge, InvalidRequest, UnsupportedMediaType
 
 if sys.version_info >= (3, 14):
@@ -82,16 +82,13 @@ def test_deflate_without_its_zlib_frame_is_read_too() -> None:
 @every_coding
 def test_a_bomb_is_refused_within_a_step_of_the_limit(name: str) -> None:
     packed = bomb(name)
-    unpacking, num_bytes = Unpacking([name], 1_000_000), 0
     tracemalloc.start()
     try:
         with pytest.raises(BodyTooLarge, match="1000000"):
-            for output in unpacking.feed(packed):
-                num_bytes += len(output)
+            sum(map(len, Unpacking([name], 1_000_000).feed(packed)))
         peak_bytes = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert num_bytes <= 1_000_000
     assert peak_bytes < 16 << 20
 
 
@@ -101,11 +98,10 @@ def test_a_bomb_inside_another_coding_is_refused_as_well() -> None:
 
 
 def test_a_zstd_window_beyond_8_mb_is_refused() -> None:
-    wide = zstd.compress(
-        bytes(64 << 20), options={zstd.CompressionParameter.window_log: 26, zstd.CompressionParameter.content_size_flag: 0}
-    )
+    options = {zstd.CompressionParameter.window_log: ZSTD_WINDOW_LOG + 1, zstd.CompressionParameter.content_size_flag: 0}
+    packer = zstd.ZstdCompressor(options=options)
     with pytest.raises(InvalidRequest, match="zstd"):
-        unpack(["zstd"], wide)
+        unpack(["zstd"], packer.compress(b"{") + packer.compress(b"}") + packer.flush())
 
 
 @every_coding

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,6 +25,10 @@ LOCUSTFILE = Path(__file__).parent.parent / "replays" / "locustfile.py"
 
 def text(received: Received) -> str:
     return "\n".join(message.content or "" for message in received.body.messages)
+
+
+def marks(upstream: ChatUpstream) -> set[str]:
+    return {mark for received in upstream.received for mark in re.findall(r"\[rid:\w+\]", text(received))}
 
 
 def by_stream(upstream: ChatUpstream) -> dict[str, list[Received]]:
@@ -149,7 +154,9 @@ def test_the_same_trace_goes_cold_to_the_engine_itself(tmp_path: Path, capsys: p
     assert report.direct.requests == report.requests
     assert report.direct.ceiling_hit_rate is None
     assert report.direct.actual_hit_rate == pytest.approx(report.actual_hit_rate, abs=0.005)
-    assert {text(one).split()[0] for one in server.received}.isdisjoint(text(one).split()[0] for one in engine.received)
+    ours, theirs = (marks(upstream) for upstream in (server, engine))
+    assert len(ours) == len(theirs) == len(TraceSet(SAMPLE))
+    assert ours.isdisjoint(theirs)
     assert "direct" in capsys.readouterr().out
     assert picture.read_bytes().startswith(b"\x89PNG")
 

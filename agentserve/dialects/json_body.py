@@ -14,6 +14,11 @@ T = TypeVar("T")
 _ESCAPE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[dD][89a-fA-F][0-9a-fA-F]{2}|\\.", re.DOTALL)
 _LONE = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
 
+MAX_DEPTH = 128
+"""Lists and objects inside each other, in a message or in the tools. What a model is given is walked by functions that call themselves."""
+
+_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|([\[{])|[\]}]', re.DOTALL)
+
 
 def decode_body(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
     """Decode a whole body; lone surrogates become U+FFFD. Raises InvalidRequest with the path of what is wrong."""
@@ -32,14 +37,29 @@ def decode_body(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
 
 def decode_part(decoder: msgspec.json.Decoder[T], raw: msgspec.Raw, at: str) -> T:
     """Decode a part of a body that was left raw; `at` names it in errors."""
+    if is_deep(bytes(raw)):
+        raise InvalidRequest(f"`{at}` is nested deeper than {MAX_DEPTH} levels", param=at, code="invalid_json")
     try:
         return decoder.decode(raw)
     except msgspec.ValidationError as error:
         raise _invalid(error, at) from error
-    except RecursionError as error:
-        raise InvalidRequest(f"`{at}` is nested too deeply", param=at) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"`{at}` is not valid JSON: {error}", param=at, code="invalid_json") from error
+
+
+def is_deep(text: bytes) -> bool:
+    """Whether lists and objects of JSON text are inside each other deeper than MAX_DEPTH."""
+    if text.count(b"{") + text.count(b"[") <= MAX_DEPTH:
+        return False
+    depth = 0
+    for token in _BRACKET.finditer(text):
+        if token[1]:
+            depth += 1
+        elif not token[0].startswith(b'"'):
+            depth -= 1
+        if depth > MAX_DEPTH:
+            return True
+    return False
 
 
 def replace_lone_surrogates(body: bytes) -> bytes:

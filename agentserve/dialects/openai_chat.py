@@ -14,7 +14,7 @@ import msgspec
 import xxhash
 
 from agentserve.conversation import TurnOptions, running_digests
-from agentserve.dialects.json_body import decode_body, decode_part
+from agentserve.dialects.json_body import decode_body, decode_part, is_deep
 from agentserve.dialects.known_bodies import BodyScan, KnownBodies
 from agentserve.errors import InvalidRequest, Unsupported
 from model.conversation import AssistantItem, Head, Item, Json, SystemItem, Tool, ToolCall, ToolResultItem, UserItem
@@ -345,9 +345,11 @@ def _call(form: CallForm) -> ToolCall:
 
 
 def parse_arguments(text: str) -> dict[str, Json] | str:
-    """A call's argument text as an object; the text itself where it is not one. Empty text is no arguments."""
+    """A call's argument text as an object; the text itself where it is not one, or too deep. Empty text is no arguments."""
     if not text.strip():
         return {}
+    if is_deep(text.encode("utf-8", "surrogatepass")):
+        return text
     try:
         return _object.decode(text)
     except (msgspec.DecodeError, UnicodeEncodeError):
