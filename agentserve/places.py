@@ -18,6 +18,8 @@ from model.tokenizer import Tokenizer
 
 Steps: TypeAlias = Sequence[tuple[int | None, list[Item]]]
 
+SHORT_TEXT_CHARACTERS = 1_024
+"""Encoded in about 0.1 ms."""
 LONG_HEAD_CHARACTERS = 32_768
 """Heads above this are canonicalised off the event loop."""
 
@@ -227,4 +229,7 @@ class Places:
         return self._chat.close_turn(node.ids[-1] if len(node.ids) else None) if node.generated else []
 
     async def _encode(self, pieces: Sequence[Piece]) -> list[int]:
+        """Off the event loop, but for texts so short that the way to a thread and back takes longer."""
+        if sum(len(piece) for piece in pieces if isinstance(piece, str)) <= SHORT_TEXT_CHARACTERS:
+            return self._tokenizer.encode_pieces(pieces)
         return await asyncio.to_thread(self._tokenizer.encode_pieces, pieces)
