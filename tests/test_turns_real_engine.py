@@ -85,7 +85,7 @@ async def test_an_evicted_context_is_predicted_missing_and_booked_as_evicted(sma
         histories = [[{"role": "user", "content": f"Session {number}. " + TEXT * 140}] for number in range(4)]
         missed: dict[str, int] = {}
         wrong = 0
-        for turn in range(5):
+        for _ in range(5):
             for history in histories:
                 reply = await chat(served.url, history, stream=False, max_tokens=8)
                 history += [reply.message, {"role": "user", "content": "Go on."}]
