@@ -20,7 +20,7 @@ Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
 def build_app(server: Server, lifespan: Lifespan | None = None) -> FastAPI:
     """Routes and error answers. Every error leaves in the client's dialect."""
-    app = FastAPI(title="agentserve", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="agentserve", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.include_router(chat.router(server))
     app.include_router(messages.router(server))
     app.include_router(responses.router(server))

@@ -37,7 +37,7 @@ from agentserve.state.stored import Listeners, StoredSessions
 from agentserve.turns import Turns
 from agentserve.waiting import WaitingRoom
 from model.chat import ChatFormat
-from model.chat.formats import CHAT_FORMATS, detect_chat_format
+from model.chat.formats import chat_format
 from model.tokenizer import Tokenizer, verify
 from prefix_cache.mirror import Mirror
 
@@ -107,11 +107,7 @@ def load_model_files(options: EngineSettings, folder: Path) -> tuple[Tokenizer, 
     try:
         tokenizer = Tokenizer.load(folder)
         verify(tokenizer, folder)
-        if options.chat_format == "auto":
-            return tokenizer, detect_chat_format(tokenizer)
-        if options.chat_format not in CHAT_FORMATS:
-            raise SetupError(f"unknown chat format {options.chat_format!r}; known: auto, {', '.join(CHAT_FORMATS)}")
-        return tokenizer, CHAT_FORMATS[options.chat_format](tokenizer)
+        return tokenizer, chat_format(options.chat_format, tokenizer, folder)
     except (OSError, ValueError) as error:
         raise SetupError(f"the model folder {str(folder)!r} cannot be used: {error}") from error
 

@@ -28,6 +28,8 @@ class Estimate:
     """Of the blocks behind those, up to the ceiling: whether the mirror saw them leave."""
     volatile_tokens: int = 0
     """Behind the ceiling: would have been known but for a difference that the canonicaliser was told to pass."""
+    departures: tuple[int, ...] = ()
+    """The mirror's count of blocks that left, when this was estimated."""
 
 
 class CacheBooks:
@@ -51,13 +53,13 @@ class CacheBooks:
         volatile = max(0, twin_end - ceiling)
         if self.mirror is None:
             return Estimate(num_tokens, ceiling, None, hashes, volatile_tokens=volatile)
-        departures = self.mirror.num_departures
+        departures = self.mirror.departures
         start = prompt.num_resident_blocks if prompt.resident_as_of == departures else 0
         predicted = self.mirror.predict(hashes, num_tokens, min(start, len(hashes)))
         prompt.resident_as_of, prompt.num_resident_blocks = departures, predicted // self.mirror.block_size
         resident = predicted // self.mirror.block_size
         removed = tuple(map(self.mirror.was_removed, hashes[resident : ceiling // self.mirror.block_size]))
-        return Estimate(num_tokens, ceiling, None if self.mirror.is_suspect else predicted, hashes, resident, removed, volatile)
+        return Estimate(num_tokens, ceiling, None if self.mirror.is_suspect else predicted, hashes, resident, removed, volatile, departures)
 
     def computed(self, prompt: FlatPrompt, num_tokens: int) -> None:
         """The engine has computed the first `num_tokens` of the prompt; no more than the last token may be beyond them."""
@@ -114,7 +116,7 @@ class CacheBooks:
         first = num_cached_tokens // self.mirror.block_size
         behind = first - estimate.num_resident_blocks
         if behind < 0:
-            gone = self.mirror.was_removed(estimate.hashes[first])
+            gone = self.mirror.removed_since(estimate.hashes[first], estimate.departures)
         else:
             gone = behind < len(estimate.removed) and estimate.removed[behind]
         return estimate.ceiling if gone else 0

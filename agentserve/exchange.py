@@ -21,7 +21,10 @@ class Wire:
         self._send = send
         self._headers: list[tuple[bytes, bytes]] | None = None
         self._status = 200
+        self._lock = asyncio.Lock()  # a keep-alive and the handler may both wait for a slow reader
         self.started = False
+        self.finished = False
+        self.client_left = False
         self.written_at = asyncio.get_running_loop().time()
 
     def prepare(self, status: int, headers: Mapping[str, str]) -> None:
@@ -35,13 +38,17 @@ class Wire:
         return self._headers is not None
 
     async def write(self, body: bytes, *, more: bool = True) -> None:
-        """Send bytes; waits while the client reads slowly."""
-        if not self.started:
-            assert self._headers is not None
-            self.started = True
-            await self._send({"type": "http.response.start", "status": self._status, "headers": self._headers})
-        self.written_at = asyncio.get_running_loop().time()
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        """Send bytes, in the order of the calls; waits while the client reads slowly. After the last write it does nothing."""
+        async with self._lock:
+            if self.finished:
+                return
+            self.finished = not more
+            if not self.started:
+                assert self._headers is not None
+                self.started = True
+                await self._send({"type": "http.response.start", "status": self._status, "headers": self._headers})
+            self.written_at = asyncio.get_running_loop().time()
+            await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
 
 Handler = Callable[[Wire], Awaitable[None]]
@@ -61,16 +68,22 @@ class Exchange(Response):
         wire = Wire(send)
         work = asyncio.ensure_future(self._handler(wire))
         gone = asyncio.ensure_future(_disconnected(receive))
+        stopped = False
         try:
             while not work.done() and not gone.done():
                 await asyncio.wait({work, gone}, timeout=self._silence_seconds, return_when=asyncio.FIRST_COMPLETED)
                 if not work.done() and not gone.done():
                     await self._break_silence(wire)
+        except asyncio.CancelledError:
+            stopped = True  # by the server
         finally:
+            wire.client_left = gone.done()
             gone.cancel()
             work.cancel()
             with suppress(asyncio.CancelledError):
                 await work
+        if stopped and not wire.finished:
+            raise asyncio.CancelledError
 
     async def _break_silence(self, wire: Wire) -> None:
         silent = asyncio.get_running_loop().time() - wire.written_at

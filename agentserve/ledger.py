@@ -56,6 +56,7 @@ class Node:
         "ids",
         "meaning",
         "notes",
+        "num_answers",
         "owner",
         "parent",
         "reasoning",
@@ -73,6 +74,8 @@ class Node:
         self.end: int = len(ids) + (parent.end if parent else 0)
         self.depth: int = parent.depth + 1 if parent else 0
         self.generated = generated
+        is_answer = not isinstance(step, Head) and isinstance(step[0], AssistantItem)
+        self.num_answers: int = is_answer + (parent.num_answers if parent else 0)
         self.chains: list[bytes] = []
         self.holds = 0
         self.owner: str | None = None

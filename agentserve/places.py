@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from agentserve.canonical.canonicaliser import NO_FORM, Canonicaliser, Form
 from agentserve.conversation import Conversation
+from agentserve.errors import Unsupported
 from agentserve.ledger import TWIN, Ledger, Node
 from agentserve.sessions import Session
 from agentserve.state.recall import Recall
-from model.chat import ChatFormat, Piece
+from model.chat import ChatFormat, Piece, Unrenderable
 from model.conversation import AssistantItem, Item, SystemItem
 from model.tokenizer import Tokenizer
 
@@ -86,7 +88,7 @@ class Places:
         try:
             steps = self._follow(place, ledger, conversation.steps(start))
             if recall is not None and onto is None and recall.is_needed(place.node, steps):
-                conversation, steps = await self._recalled(recall, place, ledger, conversation, steps, tail)
+                conversation, steps = await self._recalled(recall, place, ledger, conversation, steps)
             for end, step in steps:
                 await self._step(place, ledger, step)
                 # A head that changes its bytes every turn would be remembered at each node: where it ended is enough.
@@ -109,12 +111,14 @@ class Places:
         head, form = await asyncio.to_thread(self._canonicaliser.apply, sent) if is_long else self._canonicaliser.apply(sent)
         node = ledger.find_head(form.key)
         if node is None and recall is not None and recall.is_needed(None, conversation.steps(0)):
-            await recall.ask(conversation.chain, [form.key + digest for digest in conversation.tail()])
+            await recall.ask(conversation, form.key)
             node = ledger.find_head(form.key)
         num_encoded, twin_end = 0, 0
         if node is None:
             twin_end = self._twin_end(conversation, ledger, form)
-            ids = await self._encode(self._chat.head(head))
+            with _rendering():
+                pieces = self._chat.head(head)
+            ids = await self._encode(pieces)
             num_encoded = len(ids)
             node = ledger.add_head(head, ids, form.key)
         form = self._canonicaliser.pinned(form, head, node.head)
@@ -134,10 +138,11 @@ class Places:
         return ()
 
     async def _recalled(
-        self, recall: Recall, place: Place, ledger: Ledger, conversation: Conversation, steps: Steps, tail: Sequence[bytes]
+        self, recall: Recall, place: Place, ledger: Ledger, conversation: Conversation, steps: Steps
     ) -> tuple[Conversation, Steps]:
         """Go on through what other servers have stored of the session; the steps that are left then, and the conversation they are of."""
-        head = await recall.ask(conversation.chain, tail)
+        head = await recall.ask(conversation, place.form.key)
+        place.owner = recall.session_id
         if head is None:
             return conversation, steps
         steps = self._follow(place, ledger, steps)
@@ -148,9 +153,9 @@ class Places:
         again = Place(head, place.form, head, owner=recall.session_id)
         ledger.hold(head)
         left = self._follow(again, ledger, whole.steps(0))
-        if len(left) <= len(steps):
+        if len(left) <= len(steps) or not recall.is_needed(again.node, left):
             place.move_to(again.node, ledger)
-            place.matched, place.owner = again.matched, again.owner
+            place.matched = again.matched
             conversation, steps = whole, left
         ledger.release(again.node)
         return conversation, steps
@@ -221,7 +226,8 @@ class Places:
         pieces = self._closing(node)
         previous = node.shape
         for item in step:
-            pieces += self._chat.item(item, previous)
+            with _rendering():
+                pieces += self._chat.item(item, previous)
             previous = item
         return pieces
 
@@ -233,3 +239,12 @@ class Places:
         if sum(len(piece) for piece in pieces if isinstance(piece, str)) <= SHORT_TEXT_CHARACTERS:
             return self._tokenizer.encode_pieces(pieces)
         return await asyncio.to_thread(self._tokenizer.encode_pieces, pieces)
+
+
+@contextmanager
+def _rendering() -> Iterator[None]:
+    """What the model's chat format has no form for is the client's to change."""
+    try:
+        yield
+    except Unrenderable as error:
+        raise Unsupported(f"the model's chat format cannot express this conversation: {error}", param="messages") from error

@@ -33,8 +33,8 @@ class FlatPrompt:
         self.position: Position | None = None
         """Where the ceiling index stands for these ids."""
         self.num_resident_blocks = 0
-        """Leading blocks that were resident when the mirror had seen `resident_as_of` departures."""
-        self.resident_as_of: int | None = None
+        """Leading blocks that were resident when the mirror's `departures` were `resident_as_of`."""
+        self.resident_as_of: tuple[int, ...] | None = None
         # Each piece is at least twice as long as the next, so there are few, and appending copies little.
         self._pieces: list[bytes] = []
 

@@ -14,7 +14,7 @@ from agentserve.prompt import FlatPrompt
 from model.conversation import AssistantItem
 from prefix_cache.hits import HitTotals
 
-MAX_TIPS = 16
+MAX_TIPS = 64
 """Branches of one session that are remembered; the least recently used is given up first."""
 
 
@@ -42,7 +42,7 @@ class Relation:
     shared_tokens: int = 0
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Session:
     """One agent's work. `tips` are the ends of its branches, the latest last; each is held in the ledger. Times in seconds."""
 
@@ -53,7 +53,7 @@ class Session:
     used: float
     tips: OrderedDict[Node, None] = field(default_factory=OrderedDict)
     named: bool = True
-    """The client names it; else it is found by its history."""
+    """Every turn has named it; else some are found by their history."""
     running: int = 0
     num_turns: int = 0
     num_by_kind: dict[TurnKind, int] = field(default_factory=dict)
@@ -121,10 +121,10 @@ class Namespace:
         session = self.sessions.get(wanted)
         if session is None:
             salt = self.salt.encode() if self.salt else b""
-            named = identity.session is not None
-            session = Session(wanted, identity.parent, FlatPrompt(self._block_size, salt), now, now, named=named)
+            session = Session(wanted, identity.parent, FlatPrompt(self._block_size, salt), now, now)
             self.sessions[wanted] = session
         session.used = now
+        session.named = session.named and identity.session is not None
         self.sessions.move_to_end(wanted)
         return session
 
@@ -143,6 +143,9 @@ class Namespace:
         if before is not None:
             del session.tips[before]
         self.ledger.hold(node)
+        if self.sessions.get(session.id) is not session:  # ended while this turn ran
+            self.ledger.release(node)
+            return
         session.tips[node] = None
         node.owner = session.id
         if before is not None:
@@ -158,7 +161,8 @@ class Namespace:
             self.ledger.release(session.tips.popitem()[0])
 
     def _owner(self, node: Node | None) -> str | None:
-        while node is not None:
+        # Without an answer in it, a history may be anybody's: many agents begin with the same words.
+        while node is not None and node.num_answers:
             if node.owner is not None and node.owner in self.sessions:
                 return node.owner
             node = node.parent

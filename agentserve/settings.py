@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 from agentserve.errors import SetupError
 
@@ -34,7 +34,7 @@ class EngineSettings(Part):
     model_folder: Path | None = Field(
         None, description="Folder with the served model's tokenizer; default: the folder that the engine names, if it is on this machine."
     )
-    chat_format: str = Field("auto", description="Chat format by name, or auto: chosen by the tokenizer's control tokens.")
+    chat_format: str = Field("auto", description="Chat format by name; auto: by the control tokens, else the model's own template.")
     events: str | None = Field(None, description="ZMQ endpoint of the engine's KV events; the embedded engine sets its own.")
     events_replay: str | None = Field(None, description="ZMQ endpoint of the engine's KV event replay.")
     events_topic: str = Field("kv-events", description="Topic of the engine's KV events.")
@@ -69,10 +69,24 @@ class StateSettings(Part):
     ttl_seconds: float = Field(6 * 3600.0, gt=0, description="A stored session without a turn on any server expires after this, seconds.")
 
 
+def _split(value: Any) -> Any:
+    """"a,b" and ["a,b", "c"] as lists of names; anything else is left to the type's own check."""
+    if isinstance(value, str):
+        value = [value]
+    if isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
+        return tuple(name for part in value for name in part.replace(",", " ").split())
+    return value
+
+
+Names: TypeAlias = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+Keys: TypeAlias = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split)]
+"""Lists: a flag given several times, or names with commas between, in flags and in the environment alike."""
+
+
 class CanonicaliseSettings(Part):
     mode: Literal["on", "off"] = Field("on", description="off: heads pass exactly as clients send them.")
-    off: tuple[str, ...] = Field((), description="Rules of the canonicaliser that are off, by name.")
-    on: tuple[str, ...] = Field((), description="Rules that are on though they are not by default.")
+    off: Names = Field((), description="Rules of the canonicaliser that are off, by name, with commas between.")
+    on: Names = Field((), description="Rules that are on though they are not by default, with commas between.")
 
 
 class Settings(BaseSettings):
@@ -84,7 +98,7 @@ class Settings(BaseSettings):
 
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
-    api_keys: tuple[SecretStr, ...] = Field((), description="Keys that clients may use; none: open. Sessions never cross keys.")
+    api_keys: Keys = Field((), description="Keys that clients may use, with commas between; none: open. Sessions never cross keys.")
     share_prefixes: bool = Field(False, description="Let different API keys share cached prefixes (no cache salt).")
     model_name: str | None = Field(None, description="Model name shown to clients; default: the engine's.")
     cache_folder: Path = Field(Path.home() / ".cache" / "agentserve", description="Where the generated nano model is kept.")

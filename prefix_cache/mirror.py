@@ -144,9 +144,14 @@ class Mirror:
         return min(group.match(hashes, start) for group in self._groups.values())
 
     @property
-    def num_departures(self) -> int:
-        """Rises whenever a block may have left; while it stands still, blocks that matched still do (`start` of `match`)."""
-        return sum(group.num_departures for group in self._groups.values())
+    def departures(self) -> tuple[int, ...]:
+        """Changes whenever a block may have left; while it is the same, blocks that matched still do (`start` of `match`)."""
+        return tuple(group.num_departures for group in self._groups.values())
+
+    def removed_since(self, block_hash: BlockHash, departures: tuple[int, ...]) -> bool:
+        """Whether the engine announced that the block left after `departures` was read, also if it has come back."""
+        groups = zip(self._groups.values(), departures, strict=False)
+        return any(group.removed_since(block_hash, before) for group, before in groups)
 
     def predict(self, hashes: Sequence[BlockHash], num_prompt_tokens: int, start: int = 0) -> int:
         """The engine's num_cached_tokens for this prompt, as far as we know: whole blocks, never the last token.

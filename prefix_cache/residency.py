@@ -54,8 +54,8 @@ class Residency:
         """Ends of hits that usage confirmed: where an unknown parent may belong."""
         self._orphans: dict[EngineHash, list[BlockStored]] = {}
         """Stored blocks by the parent that is missing."""
-        self._removed: dict[BlockHash, None] = {}
-        """Latest removals, the newest last; a block stays in when it is stored again."""
+        self._removed: dict[BlockHash, int] = {}
+        """Latest removals, the newest last, by `num_departures` then; a block stays in when it is stored again."""
         self.num_dropped_blocks = 0
         self.num_departures = 0
         """Times that blocks may have left; as long as it stands still, what matched once still does."""
@@ -99,15 +99,15 @@ class Residency:
                 self._resolved.discard(block_hash)
                 self._learned.pop(block_hash, None)
                 self._removed.pop(block_hash, None)
-                self._removed[block_hash] = None
+                self._removed[block_hash] = self.num_departures
         _trim(self._removed, self._limit)
 
     def clear(self, *, announced: bool) -> None:
         """Forget all blocks. `announced`: the engine said that they are gone, so they count as removed; else nothing is known of them."""
         self.num_departures += 1
         if announced:
-            self._removed.update(dict.fromkeys(self._resolved))
-            self._removed.update(self._learned)
+            self._removed.update(dict.fromkeys(self._resolved, self.num_departures))
+            self._removed.update(dict.fromkeys(self._learned, self.num_departures))
             _trim(self._removed, self._limit)
         else:
             self._removed.clear()
@@ -125,6 +125,10 @@ class Residency:
     def was_removed(self, block_hash: BlockHash) -> bool:
         """Whether it was resident, is not now, and the engine announced that."""
         return block_hash in self._removed and block_hash not in self._resolved
+
+    def removed_since(self, block_hash: BlockHash, num_departures: int) -> bool:
+        """Whether its removal was announced after there had been `num_departures`, also if it has been stored again."""
+        return self._removed.get(block_hash, -1) > num_departures
 
     def contradicts(self, block_hash: BlockHash) -> bool:
         """Whether a miss of this block proves us wrong: announced as resident, and never as removed."""

@@ -175,6 +175,9 @@ def replay(
         _ERRORS.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
         return 2
     _show(named)
+    for name, report in named:
+        if not report.requests:
+            _ERRORS.print(f"{name}: no request ended within --duration; make it longer, or --time-scale larger", style="red", markup=False)
     return 1 if max(_failed_share(report) for _, report in named) > failed_threshold else 0
 
 

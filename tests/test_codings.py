@@ -98,7 +98,7 @@ def test_a_bomb_inside_another_coding_is_refused_as_well() -> None:
 
 
 def test_a_zstd_window_beyond_8_mb_is_refused() -> None:
-    options = {zstd.CompressionParameter.window_log: ZSTD_WINDOW_LOG + 1, zstd.CompressionParameter.content_size_flag: 0}
+    options: dict[int, int] = {zstd.CompressionParameter.window_log: ZSTD_WINDOW_LOG + 1, zstd.CompressionParameter.content_size_flag: 0}
     packer = zstd.ZstdCompressor(options=options)
     with pytest.raises(InvalidRequest, match="zstd"):
         unpack(["zstd"], packer.compress(b"{") + packer.compress(b"}") + packer.flush())

@@ -56,7 +56,7 @@ def server(model_folder: Path) -> Server:
     engine = VllmEngine("http://127.0.0.1:9")
     engine.info = EngineInfo("vllm", "m", 4096, block_size=128, num_blocks=64)
     tokenizer = Tokenizer.load(model_folder)
-    return build(load({}), engine, tokenizer, detect_chat_format(tokenizer), Mirror(128))
+    return build(load({("state", "url"): "redis://127.0.0.1:9"}), engine, tokenizer, detect_chat_format(tokenizer), Mirror(128))
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +256,7 @@ def test_commands_that_are_shown_use_flags_and_targets_that_exist(page: Path) ->
         used = re.search(r'agentserve serve (.*)|SERVE="(.*?)"', line)
         if used is not None:
             assert set(re.findall(r"(?<!\S)--[a-z-]+", used[1] or used[2])) <= flags, line
-    for name in re.findall(r"`(--(?:engine|limits|sessions|canonicalise)-[a-z-]+)`", prose(page)):
+    for name in re.findall(r"`(--(?:engine|limits|sessions|state|canonicalise)-[a-z-]+)`", prose(page)):
         assert name in flags, name
 
 

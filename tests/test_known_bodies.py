@@ -67,6 +67,20 @@ def test_the_same_body_again_has_nothing_left_to_read() -> None:
     assert_same_as_whole(raw, again)
 
 
+@pytest.mark.parametrize("half", ["\\ud800", "\\udfff"])
+@pytest.mark.parametrize("size", [10, 50_000])
+def test_a_body_with_half_a_surrogate_pair_is_read_and_so_is_what_grows_from_it(half: str, size: int) -> None:
+    bodies = KnownBodies()
+    start = b'{"messages":[{"role":"user","content":"%b%b"}' % (b"x" * size, half.encode())
+    for tail in (
+        b"",
+        b',{"role":"assistant","content":"a"},{"role":"user","content":"b"}',
+        b',{"role":"user","content":"%b"}' % half.encode(),
+    ):
+        _, got = read(start + tail + b"]}", bodies)
+        assert_same_as_whole(start + tail + b"]}", got)
+
+
 def test_forks_of_one_history_each_find_their_own_end() -> None:
     rng = random.Random(3)
     bodies = KnownBodies()

@@ -61,3 +61,15 @@ def test_every_setting_is_documented() -> None:
         assert f"`{flag(path)}`" in page, f"{flag(path)} is missing: run `make docs`"
         assert environment_name(path) in page
         assert str(info.description) in page
+
+
+@pytest.mark.parametrize("given", ["k1,k2", "k1 k2", ["k1", "k2"], ["k1,k2"]])
+def test_lists_may_be_given_with_commas_or_several_times(given: object) -> None:
+    settings = load({("api_keys",): given, ("canonicalise", "off"): given})
+    assert [key.get_secret_value() for key in settings.api_keys] == ["k1", "k2"]
+    assert settings.canonicalise.off == ("k1", "k2")
+
+
+def test_lists_in_the_environment_have_commas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENTSERVE_API_KEYS", "k1,k2")
+    assert [key.get_secret_value() for key in load({}).api_keys] == ["k1", "k2"]

@@ -17,7 +17,7 @@ from model.conversation import ToolCall
 from tests.processes import wait_until
 from tests.scripted import asked, assert_nothing_is_held, starts_with
 from tests.serving import Served, chat, serving
-from tests.upstream import FormatRenderer, Script, Upstream, in_thread
+from tests.upstream import FormatRenderer, KvModel, Script, Upstream, in_thread
 
 pytestmark = pytest.mark.anyio
 
@@ -433,3 +433,56 @@ async def test_two_sessions_that_say_the_same_each_keep_their_own_ids(served: Se
     for number in range(2):
         own = asked(upstream)[number::2]
         assert all(starts_with(later, earlier) for earlier, later in pairwise(own))
+
+
+async def test_agents_that_begin_with_the_same_words_are_sessions_of_their_own(served: Served, upstream: Upstream) -> None:
+    upstream.script(*[Script(say=f"answer {number}") for number in range(20)])
+    first = [await chat(served.url, [SYSTEM, user("Solve it.")], stream=False) for _ in range(20)]
+    assert len({reply.headers["x-agentserve-session"] for reply in first}) == 20
+    for reply in first:
+        more = await chat(served.url, [SYSTEM, user("Solve it."), reply.message, user("Go on.")], stream=False)
+        assert (more.turn, more.headers["x-agentserve-session"]) == ("exact", reply.headers["x-agentserve-session"])
+
+
+async def test_a_client_that_puts_its_own_answers_in_stays_one_session(served: Served) -> None:
+    messages = [SYSTEM, user("Solve it.")]
+    kinds, sessions = [], set()
+    for number in range(5):
+        reply = await chat(served.url, messages, stream=False)
+        kinds.append(reply.turn)
+        sessions.add(reply.headers["x-agentserve-session"])
+        messages += [{"role": "assistant", "content": f"canned {number}"}, user(f"step {number}")]
+    assert kinds[2:] == ["edited"] * 3
+    assert len(sessions) <= 2
+
+
+async def test_a_session_that_is_ended_while_its_turn_runs_leaves_nothing(served: Served, upstream: Upstream) -> None:
+    upstream.script(Script(say="word " * 50, itl_seconds=0.01))
+    task = asyncio.create_task(chat(served.url, [SYSTEM, user("hi")], stream=True, headers={"x-session-id": "s"}))
+    assert await asyncio.to_thread(wait_until, lambda: bool(asked(upstream) and asked(upstream)[0].num_sent_chunks > 2), 5)
+    status, _ = await fetch(f"{served.url}/v1/sessions/s", "DELETE")
+    reply = await task
+    assert (status, reply.done) == (200, True)
+    assert await asyncio.to_thread(wait_until, lambda: served.server.namespaces.num_tokens == 0, 2)
+
+
+async def test_a_context_that_leaves_between_prediction_and_prefill_is_booked_as_evicted(
+    renderer: FormatRenderer, model_folder: Path
+) -> None:
+    """Turns that run at once push each other out: predicted resident, gone when the engine comes to them."""
+    kv = KvModel(num_blocks=64, block_size=32, prefill_tokens_per_second=20_000)
+    with in_thread(Upstream(renderer=renderer, kv=kv)) as upstream:
+        assert upstream.engine.events is not None
+        events = {"engine_events": upstream.engine.events.endpoint, "engine_events_replay": upstream.engine.events.replay_endpoint}
+        with serving(upstream.url, model_folder, **events) as served:
+            histories = [[user(f"Agent {number}. " + "word " * 500)] for number in range(4)]
+            missed: dict[str, int] = {}
+            for _ in range(4):
+                replies = await asyncio.gather(*(chat(served.url, history, stream=False) for history in histories))
+                for history, reply in zip(histories, replies, strict=True):
+                    assert reply.usage is not None
+                    for cause, tokens in reply.usage["agentserve"]["missed_tokens"].items():
+                        missed[cause] = missed.get(cause, 0) + tokens
+                    history += [reply.message, user("on")]
+            assert missed["evicted"] > 1000, missed
+            assert missed.get("unknown", 0) <= 0.01 * sum(missed.values()), missed

@@ -91,12 +91,20 @@ class BlockCutter:
         self._parts.append(fragment)
         return Grown(self._open, fragment)
 
+    def say_something(self) -> Iterator[Change]:
+        """Begin an empty text if nothing has been said, for dialects where an answer without a block would not be sent back."""
+        if self._open is None and not self.blocks:
+            yield from self._begin("text")
 
-def cut(deltas: Iterable[Delta]) -> list[Block]:
-    """The blocks of a whole turn."""
+
+def cut(deltas: Iterable[Delta], *, say_something: bool = False) -> list[Block]:
+    """The blocks of a whole turn; with `say_something` at least an empty text."""
     cutter = BlockCutter()
     for _ in cutter.feed(deltas):
         pass
+    if say_something:
+        for _ in cutter.say_something():
+            pass
     for _ in cutter.finish():
         pass
     return cutter.blocks

@@ -145,21 +145,23 @@ def read(body: bytes, bodies: KnownBodies) -> tuple[ChatRequest, ChatConversatio
     """The request and its conversation, parsing only what follows the longest known beginning. Raises InvalidRequest."""
     scan = bodies.scan(body)
     parsed = scan.shortened()
-    if scan.known is None:
-        request = parse(body)
-        conversation = ChatConversation(request)
-    else:
-        try:
-            request = decode_body(_request, parsed)
-        except InvalidRequest:
-            request = parse(body)  # which names the place in the whole body
-            scan.known, parsed = None, body
-        _refuse_unsupported(request)
-        conversation = ChatConversation(request, scan)
+    request = _decoded(parsed)
+    if request is None or not (request.messages or scan.known):
+        request = parse(body)  # which mends it, or names the place in the whole body; a mended body has other offsets
+        return request, ChatConversation(request)
+    _refuse_unsupported(request)
+    conversation = ChatConversation(request, scan)
     if request.messages:
         start, end = scan.span(request.messages[0], request.messages[-1], parsed)
         conversation.remember(scan, start, end)
     return request, conversation
+
+
+def _decoded(body: bytes) -> ChatRequest | None:
+    try:
+        return _request.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def _refuse_unsupported(request: ChatRequest) -> None:

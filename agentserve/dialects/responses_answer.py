@@ -66,7 +66,8 @@ class ResponsesAnswer:
     def closing(self, plan: Plan, outcome: Outcome) -> bytes:
         """The end of the last item; then response.completed, or response.incomplete where the length limit ended the turn."""
         status = _status(outcome)
-        last = b"".join(self._events(change, status) for change in self._cutter.finish())
+        changes = (*self._cutter.say_something(), *self._cutter.finish())
+        last = b"".join(self._events(change, status) for change in changes)
         return last + self._event(f"response.{status}", response=self._final(plan, outcome, self._cutter.blocks))
 
     def failure(self, error: AgentserveError) -> bytes:
@@ -82,7 +83,7 @@ class ResponsesAnswer:
 
     def whole(self, plan: Plan, outcome: Outcome, deltas: Iterable[Delta]) -> bytes:
         """The body of an answer that is not streamed."""
-        return msgspec.json.encode(self._final(plan, outcome, cut(deltas)))
+        return msgspec.json.encode(self._final(plan, outcome, cut(deltas, say_something=True)))
 
     def _final(self, plan: Plan, outcome: Outcome, blocks: list[Block]) -> dict[str, Any]:
         """The finished response, handed to `keep` before the client can know of it."""

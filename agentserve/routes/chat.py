@@ -13,7 +13,7 @@ from agentserve.dialects.known_bodies import KnownBodies
 from agentserve.dialects.openai_chat import ChatConversation, Onto, options, parse, read
 from agentserve.dialects.openai_chat_answer import ChatAnswer
 from agentserve.errors import InvalidRequest, NotFound
-from agentserve.identity import identify
+from agentserve.identity import Identity, identify
 from agentserve.ledger import Node
 from agentserve.routes.run import TurnRequest, answer
 from agentserve.server import Server
@@ -37,6 +37,8 @@ def router(server: Server) -> APIRouter:
         onto = None
         if request.headers.get(APPEND) == "true":
             chat, session_id = parse(body), identify(request.headers).session
+            if server.turns.stored is not None and session_id is not None:  # the latest answer may be another server's
+                await server.turns.stored.load(namespace, Identity(session_id), ())
             onto = tip(namespace, session_id)
             calls = onto.shape.calls if isinstance(onto.shape, AssistantItem) else ()
             conversation = ChatConversation(chat, onto=Onto(token_bytes(16), calls))

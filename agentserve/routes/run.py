@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterable
 from contextlib import aclosing
@@ -12,7 +13,7 @@ import structlog
 
 from agentserve.conversation import Conversation, TurnOptions
 from agentserve.dialects.errors import error_headers
-from agentserve.errors import AgentserveError
+from agentserve.errors import AgentserveError, EngineUnavailable
 from agentserve.exchange import Exchange, Wire
 from agentserve.headers import EVENT_STREAM, JSON, plan_headers, write_json
 from agentserve.identity import Identity
@@ -97,6 +98,11 @@ class TurnRun:
             turns = self._server.turns
             async with turns.turn(asked.conversation, asked.options, asked.identity, self._namespace, asked.onto) as turn:
                 await (self._stream(wire, turn) if asked.stream else self._whole(wire, turn))
+        except asyncio.CancelledError:
+            self._server.metrics.failed_turns.labels("client_left" if wire.client_left else "stopped").inc()
+            if wire.started and not wire.client_left:
+                await wire.write(self._writer.failure(EngineUnavailable("this server is stopping; try again")), more=False)
+            raise
         except AgentserveError as error:
             self._server.metrics.failed_turns.labels(error.kind).inc()
             if wire.started:

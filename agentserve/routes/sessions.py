@@ -28,9 +28,14 @@ def router(server: Server) -> APIRouter:
 
     @routes.delete("/v1/sessions/{session_id:path}")
     async def end_session(request: Request, session_id: str) -> Response:
-        found = _find(server, request, session_id)
-        server.namespace(request.headers).forget(found)
-        return json_response({"object": "session.deleted", "id": found.id, "deleted": True})
+        namespace, stored = server.namespace(request.headers), server.turns.stored
+        found = namespace.sessions.get(session_id)
+        if found is not None:
+            namespace.forget(found)
+        was_stored = stored is not None and await stored.delete(namespace, session_id)
+        if found is None and not was_stored:
+            raise _unknown(session_id)
+        return json_response({"object": "session.deleted", "id": session_id, "deleted": True})
 
     return routes
 
@@ -66,5 +71,9 @@ def describe_totals(totals: HitTotals) -> dict[str, Any]:
 def _find(server: Server, request: Request, session_id: str) -> Session:
     session = server.namespace(request.headers).sessions.get(session_id)
     if session is None:
-        raise NotFound(f"no session {session_id!r}; GET /v1/sessions lists them", code="session_not_found")
+        raise _unknown(session_id)
     return session
+
+
+def _unknown(session_id: str) -> NotFound:
+    return NotFound(f"no session {session_id!r}; GET /v1/sessions lists them", code="session_not_found")

@@ -24,6 +24,7 @@ PROBE_SECONDS = 0.5
 """Between two probes of a store that is gone. A failover is over for us at most this long after it is for others."""
 PROBE_TIMEOUT_SECONDS = 1.0
 PROBE_KEY = "agentserve:probe"
+MAX_REASON_CHARACTERS = 200
 _PROBE_TTL_SECONDS = 60
 
 _log = structlog.get_logger(__name__)
@@ -48,6 +49,7 @@ class RedisLink:
         self._breaker = Breaker(self._changed)
         self._slots = asyncio.Semaphore(MAX_CONNECTIONS)
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._warned: set[type[redis.RedisError]] = set()
         self._prober: asyncio.Task[None] | None = None
         self._up = asyncio.Event()
         self._up.set()
@@ -114,7 +116,9 @@ class RedisLink:
             self._give_up(Failure.REFUSED, str(error))
         except redis.RedisError as error:
             self._give_up(Failure.ERROR, str(error))
-            _log.warning("state store error", error=str(error))
+            if type(error) not in self._warned:
+                self._warned.add(type(error))
+                _log.warning("state store answers with errors", error=type(error).__name__, reason=str(error)[-MAX_REASON_CHARACTERS:])
         else:
             self._breaker.succeeded()
             return result

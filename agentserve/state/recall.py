@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 
+from agentserve.conversation import Conversation
 from agentserve.identity import Identity
 from agentserve.ledger import Node
 from agentserve.sessions import Namespace
@@ -40,13 +41,17 @@ class Recall:
             return node not in session.tips and not session.has_all_answers(node)
         return any(isinstance(step.shape, AssistantItem) for step in node.path())
 
-    async def ask(self, chain: Sequence[bytes], tail: Sequence[bytes]) -> Node | None:
-        """Bring what is stored into the ledger; the head of the session's latest branch, None if nothing new is known.
+    async def ask(self, conversation: Conversation, key: bytes) -> Node | None:
+        """Bring what is stored into the ledger; the head of the session's latest branch, None if nothing is known of it.
 
-        `chain` and `tail` are the running digests of the history, with its head and without.
+        Without a session's id the history leads to it, with its head as the client sent it or with the `key` of that.
         """
         if self._asked:
             return None
         self._asked = True
-        digests = [*islice(reversed(chain), MAX_DIGESTS), *islice(reversed(tail), MAX_DIGESTS)]
+        digests: list[bytes] = []
+        if self.session_id is None:
+            tail = conversation.whole().tail()
+            digests += islice(reversed(conversation.chain), MAX_DIGESTS)
+            digests += (key + digest for digest in islice(reversed(tail), MAX_DIGESTS))
         return await self._stored.load(self._namespace, self._identity, digests)

@@ -27,8 +27,8 @@ from agentserve.state.commands import Append, Part, first_lead, read, remove
 from agentserve.state.link import RedisLink
 from agentserve.state.writer import Writer
 
-SAVE_TIMEOUT_SECONDS = 2.0
-"""No turn waits for this; a whole session may be a megabyte."""
+SAVE_TIMEOUTS = 4
+"""A save may take so many times what a turn waits for the store: a whole session may be a megabyte."""
 LONG_TOKENS = 16_384
 """From here on records are packed and unpacked off the event loop (some 50 µs per 1,000 tokens)."""
 
@@ -65,6 +65,7 @@ class StoredSessions:
         self._clock = clock
         self._ttl_milliseconds = max(1, int(ttl_seconds * 1000))
         self._timeout_seconds = timeout_seconds
+        self._save_seconds = SAVE_TIMEOUTS * timeout_seconds
         self._written: WeakKeyDictionary[Session, Written] = WeakKeyDictionary()
 
     async def start(self) -> None:
@@ -74,8 +75,10 @@ class StoredSessions:
 
     async def close(self) -> None:
         """Write what waits, if that goes quickly, and close all connections."""
-        await self.writer.close()
-        await self.link.close()
+        try:
+            await self.writer.close()
+        finally:
+            await self.link.close()
 
     def keep(self, namespace: Namespace, session: Session) -> asyncio.Future[bool]:
         """Write what is new of `session` in the background. See `settled`."""
@@ -90,15 +93,14 @@ class StoredSessions:
         """Remove what is stored of a session; whether there was anything. If the store is down, that is done when it is back."""
         key = self._key(namespace, session_id)
         self.writer.drop(key)
-        # Behind a save that may be on its way, and not in place of one that follows.
-        removed = self.writer.add(b"-" + key, lambda: self.link.run(partial(remove, key=key), SAVE_TIMEOUT_SECONDS))
+        removed = self._remove(key)
         await self.settled(removed)
         return removed.done() and removed.result()
 
     async def load(self, namespace: Namespace, identity: Identity, digests: Sequence[bytes]) -> Node | None:
         """Add what is stored of a session to the ledger: the one that is named, else the one that the first known digest leads to.
 
-        Returns the head of its latest branch; None if nothing new is known of it.
+        Returns the head of its latest branch; None if nothing is known of it.
         """
         if self.link.is_open:
             return None
@@ -110,10 +112,9 @@ class StoredSessions:
         if session_id is None:
             self._tell.loaded(False)
             return None
-        is_new = await self._load(namespace, session_id, deadline)
-        self._tell.loaded(is_new)
+        self._tell.loaded(await self._load(namespace, session_id, deadline))
         session = namespace.sessions.get(session_id)
-        return session.tip.path()[0] if is_new and session is not None and session.tip is not None else None
+        return session.tip.path()[0] if session is not None and session.tip is not None else None
 
     async def _load(self, namespace: Namespace, session_id: str, deadline: float) -> bool:
         """Read what was not read before; all of it where that does not fit to what is here."""
@@ -121,6 +122,8 @@ class StoredSessions:
         written = self._written.get(session, Written()) if session is not None else Written()
         first, start = written.first, written.num_read
         key = self._key(namespace, session_id)
+        if self.writer.has(_removal(key)):
+            return False
         part = await self.link.run(partial(read, key=key, first=first, start=start), deadline - self._clock())
         if part is None or not part.records:
             return False
@@ -128,10 +131,11 @@ class StoredSessions:
             mark, stored = await self._decode(part, namespace, session_id)
         except Damaged as error:
             self._tell.failed(Failure.DAMAGED)
-            _log.error("stored session is not used", reason=str(error))
+            _log.error("stored session is removed", reason=str(error))
+            self._remove(key)
             return False
         session = namespace.resolve(Identity(session_id, mark.parent), None, self._clock(), lambda: session_id)
-        session.named = mark.named
+        session.named = session.named and mark.named
         written = self._written.setdefault(session, Written())
         grafted = graft(namespace, session, stored, written.keys)
         if grafted.all or not part.start:
@@ -144,6 +148,10 @@ class StoredSessions:
             session.prompt.move_to(session.tip)
             self._tell.computed(session.prompt, session.tip.end - 1)
         return grafted.any
+
+    def _remove(self, key: bytes) -> asyncio.Future[bool]:
+        """Behind a save that may be on its way, and not in place of one that follows."""
+        return self.writer.add(_removal(key), lambda: self.link.run(partial(remove, key=key), self._save_seconds))
 
     async def _decode(self, part: Part, namespace: Namespace, session_id: str) -> tuple[Mark, list[StoredNode]]:
         mark = decode_mark(part.first)
@@ -164,7 +172,7 @@ class StoredSessions:
         if written.first and not must_cut:
             encoded = await self._encode(new, written)
             before = written.num_read
-            stands = await self.link.run(self._append(namespace, session, encoded.records).extend, SAVE_TIMEOUT_SECONDS)
+            stands = await self.link.run(self._append(namespace, session, encoded.records).extend, self._save_seconds)
             if stands is None:
                 return None
             if stands.first == written.first:
@@ -180,7 +188,7 @@ class StoredSessions:
         encoded = await self._encode(list(branches(session)), Written())
         mark = Mark(self._deployment, namespace.name, session.id, session.parent, session.named, token_bytes(8))
         whole = self._append(namespace, session, [encode_mark(mark), *encoded.records])
-        stands = await self.link.run(whole.replace if replace else whole.begin, SAVE_TIMEOUT_SECONDS)
+        stands = await self.link.run(whole.replace if replace else whole.begin, self._save_seconds)
         if stands is None:
             return None
         is_all = stands.length == len(whole.records)
@@ -204,3 +212,8 @@ class StoredSessions:
     def _lead(self, namespace: Namespace, digest: bytes) -> bytes:
         short = xxhash.xxh3_128_hexdigest(digest)
         return b"agentserve:%d:%s:%s:history:%s" % (SCHEMA, self._deployment.hex().encode(), namespace.name.encode(), short.encode())
+
+
+def _removal(key: bytes) -> bytes:
+    """Under which the writer knows the removal of `key`."""
+    return b"-" + key

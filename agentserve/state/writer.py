@@ -65,6 +65,10 @@ class Writer:
         self._wake.set()
         return change.tried
 
+    def has(self, key: bytes) -> bool:
+        """Whether a change of this key waits."""
+        return key in self._waiting
+
     def drop(self, key: bytes) -> None:
         """Forget a change that waits."""
         change = self._waiting.pop(key, None)

@@ -16,6 +16,10 @@ from model.conversation import AssistantItem, Head, Item, Tool
 Piece: TypeAlias = "str | int"
 
 
+class Unrenderable(ValueError):
+    """A format has no form for this head or item; the message says why."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
     text: str
@@ -74,13 +78,13 @@ class ChatFormat(Protocol):
     stop_ids: tuple[int, ...]
 
     def head(self, head: Head) -> list[Piece]:
-        """The pieces before the first item: begin of sequence, system text, tools."""
+        """The pieces before the first item: begin of sequence, system text, tools. Raises Unrenderable."""
         ...
 
     def item(self, item: Item, previous: Item | None) -> list[Piece]:
         """The pieces of `item` when it follows `previous` (None: the head). Closes what `previous` left open.
 
-        An `AssistantItem` here is one the model did not generate on this server (imported history).
+        An `AssistantItem` here is one the model did not generate on this server (imported history). Raises Unrenderable.
         """
         ...
 

@@ -110,10 +110,11 @@ def _parse_json(text: str) -> object:
         value = msgspec.json.decode(text.encode("utf-8", "replace"))
     except (msgspec.DecodeError, RecursionError):
         return _UNPARSED
-    return value if isinstance(value, dict | list) and _is_shallow(value) else _UNPARSED
+    return value if isinstance(value, dict | list) and is_shallow(value) else _UNPARSED
 
 
-def _is_shallow(value: Json) -> bool:
+def is_shallow(value: Json) -> bool:
+    """Whether `value` has at most MAX_DEPTH levels."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [child for item in level for child in (item.values() if isinstance(item, dict) else item if isinstance(item, list) else ())]
