@@ -10,6 +10,7 @@ REQUIREMENTS ?= requirements/all.txt
 # More options for pip. Where it does not find torch's CPU build by itself: --extra-index-url and PyTorch's index for the CPU.
 PIP_FLAGS ?=
 SERVE ?=
+URL ?= http://127.0.0.1:8000
 TRACES ?= results/sessions.jsonl
 REPLAY ?= --concurrency 4 --scale 1/64 --time-scale 15 --assistant live --duration 60 --json results/replay.json --png results/replay.png
 BENCH ?= turn_cost overhead
@@ -41,7 +42,7 @@ serve: install
 
 # Agent sessions through the server that `make serve` runs, and the report. TRACES and REPLAY choose other traces and options.
 replay: install $(TRACES)
-	$(BIN)/agentserve replay $(TRACES) $(REPLAY)
+	$(BIN)/agentserve replay $(TRACES) --url $(URL) $(REPLAY)
 
 results/sessions.jsonl: | install
 	@mkdir -p results

@@ -27,6 +27,9 @@ from agentserve.server import Server
 from agentserve.settings import Settings, environment_name, flag, leaves, load
 from agentserve.web import web_server
 
+DEFAULT_URL = "http://127.0.0.1:8000"
+"""Where `make serve` listens and `make replay` looks, unless told otherwise."""
+
 _console = Console(stderr=True, highlight=False)
 
 
@@ -91,9 +94,8 @@ def _announce(server: Server, url: str) -> None:
     _console.print(f"  curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'", soft_wrap=True, markup=False)
     _console.print(f"  curl {url}/v1/sessions          # what the server knows of each session", soft_wrap=True, markup=False)
     _console.print(f"  curl {url}/metrics              # agentserve_* and the engine's own", soft_wrap=True, markup=False)
-    _console.print(
-        "  make replay                          # drive agent sessions through it and print the hit report", soft_wrap=True, markup=False
-    )
+    replay = "make replay" if url == DEFAULT_URL else f"make replay URL={url}"
+    _console.print(f"  {replay}          # drive agent sessions through it and print the hit report", soft_wrap=True, markup=False)
     _console.print("Stop with Ctrl-C.")
 
 
