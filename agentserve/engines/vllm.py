@@ -222,6 +222,7 @@ class VllmEngine:
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
             headers=self._headers,
+            cookie_jar=aiohttp.DummyCookieJar(),
             trace_configs=[hooks],
         )
 

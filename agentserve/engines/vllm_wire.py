@@ -5,7 +5,7 @@ Fields as in vLLM 0.32: `entrypoints/scale_out/token_in_token_out/protocol.py` a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -14,6 +14,8 @@ import msgspec
 from agentserve.engines import Chunk, GenerateRequest, Usage
 from agentserve.errors import EngineRefused
 from model.conversation import Json
+
+SHORT_PIECE_BYTES = 32_768
 
 Body: TypeAlias = "tuple[bytes, ...]"
 """A JSON body in pieces."""
@@ -65,7 +67,23 @@ def _common_fields(request: GenerateRequest, model: str) -> dict[str, Json]:
 
 
 def _with_ids(opening: bytes, request: GenerateRequest, fields: Mapping[str, Json]) -> Body:
-    return opening, *request.prompt_json, b"]," + msgspec.json.encode(fields)[1:]
+    pieces = (opening, *request.prompt_json, b"]," + msgspec.json.encode(fields)[1:])
+    return tuple(_coalesced(pieces))
+
+
+def _coalesced(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """The same text with neighbouring short pieces joined: each piece is a write of its own."""
+    held: list[bytes] = []
+    for piece in pieces:
+        if len(piece) > SHORT_PIECE_BYTES:
+            if held:
+                yield b"".join(held)
+            held = []
+            yield piece
+        else:
+            held.append(piece)
+    if held:
+        yield b"".join(held)
 
 
 GENERATE = Route("/inference/v1/generate", _generate_body)
