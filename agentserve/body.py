@@ -19,9 +19,10 @@ async def read_body(request: Request, *, max_bytes: int, seconds: float) -> byte
     Raises UnsupportedMediaType, BodyTooLarge, BodyTimeout, InvalidRequest if it cannot be unpacked, and ClientDisconnect if the client
     leaves.
     """
-    _check_type(request.headers.get("content-type", ""))
-    names = codings(request.headers.get("content-encoding", ""))
-    declared = request.headers.get("content-length", "")
+    headers = dict(request.headers.raw)  # one walk for three names
+    _check_type(headers.get(b"content-type", b"").decode("latin-1"))
+    names = codings(",".join(request.headers.getlist("content-encoding"))) if b"content-encoding" in headers else []
+    declared = headers.get(b"content-length", b"").decode("latin-1")
     if declared.isdecimal() and int(declared) > max_bytes:
         raise BodyTooLarge(f"the body has {declared} bytes; at most {max_bytes} are accepted")
     try:
@@ -57,6 +58,8 @@ async def _unpacked(request: Request, unpacking: Unpacking, max_bytes: int) -> b
 
 
 def _check_type(content_type: str) -> None:
+    if content_type == "application/json":
+        return
     kind = content_type.partition(";")[0].strip().lower()
     if kind in FORM_TYPES:
         raise UnsupportedMediaType(f"the body is sent as {kind!r}; send JSON with 'Content-Type: application/json'")

@@ -70,7 +70,7 @@ class StateSettings(Part):
 
 
 def _split(value: Any) -> Any:
-    """"a,b" and ["a,b", "c"] as lists of names; anything else is left to the type's own check."""
+    """ "a,b" and ["a,b", "c"] as lists of names; anything else is left to the type's own check."""
     if isinstance(value, str):
         value = [value]
     if isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):

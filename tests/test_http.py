@@ -62,6 +62,14 @@ async def test_a_packed_body_says_the_same_as_a_plain_one(served: Served, upstre
     assert len({request.prompt_ids for request in asked(upstream)}) == 1
 
 
+async def test_codings_may_stand_in_two_headers(served: Served) -> None:
+    packed = pack(["gzip", "zstd"], HELLO)
+    head = post_head(CHAT, {"content-length": str(len(packed)), "content-encoding": "gzip"})
+    async with raw_client(served.url) as client:
+        await client.send(head.removesuffix(b"\r\n") + b"content-encoding: zstd\r\n\r\n" + packed)
+        assert (await client.answer()).status == 200
+
+
 @every_form
 async def test_bodies_that_cannot_be_unpacked_are_refused_and_the_connection_goes_on(
     served: Served, upstream: Upstream, form: Form
