@@ -16,6 +16,7 @@ import xxhash
 from agentserve.conversation import TurnOptions, running_digests
 from agentserve.dialects.json_body import decode_body, decode_part, is_deep
 from agentserve.dialects.known_bodies import BodyScan, KnownBodies
+from agentserve.dialects.sampling import SamplingFields, sampling
 from agentserve.errors import InvalidRequest, Unsupported
 from model.conversation import AssistantItem, Head, Item, Json, SystemItem, Tool, ToolCall, ToolResultItem, UserItem
 
@@ -28,7 +29,7 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool = False
 
 
-class ChatRequest(msgspec.Struct):
+class ChatRequest(SamplingFields, kw_only=True):
     """The body of POST /v1/chat/completions; `messages` and `tools` undecoded."""
 
     messages: list[msgspec.Raw]
@@ -41,48 +42,9 @@ class ChatRequest(msgspec.Struct):
     max_completion_tokens: int | None = None
     n: int | None = None
     stop: str | list[str] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
     logprobs: bool | None = None
     prompt_logprobs: int | None = None
     response_format: dict[str, Any] | None = None
-    # vLLM's own extensions
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    structured_outputs: dict[str, Any] | None = None
-    priority: int | None = None
-    session_id: str | None = None
-    vllm_xargs: dict[str, Any] | None = None
-
-
-PASSED = (
-    "temperature",
-    "top_p",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "min_tokens",
-    "ignore_eos",
-    "stop_token_ids",
-    "allowed_token_ids",
-    "bad_words",
-    "structured_outputs",
-)
-"""Sampling fields that go to the engine as they are."""
 
 
 class Part(msgspec.Struct):
@@ -182,15 +144,12 @@ def _refuse_unsupported(request: ChatRequest) -> None:
 
 def options(request: ChatRequest) -> TurnOptions:
     """What the request asks for beside the history. Raises InvalidRequest."""
-    sampling: dict[str, Json] = {name: value for name in PASSED if (value := getattr(request, name)) is not None}
-    structured = _structured(request.response_format)
-    if structured is not None:
-        sampling["structured_outputs"] = structured
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
     if any(not text for text in stop):
         raise InvalidRequest("stop must not hold an empty string", param="stop")
     limit = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
-    return TurnOptions(limit, sampling, stop, request.priority, request.vllm_xargs or {})
+    said = sampling(request, _structured(request.response_format))
+    return TurnOptions(limit, said, stop, request.priority, request.vllm_xargs or {})
 
 
 def _structured(form: dict[str, Any] | None) -> dict[str, Json] | None:

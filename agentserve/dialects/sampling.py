@@ -1,4 +1,4 @@
-"""Request fields beside the history that mean the same in Anthropic's and Responses' bodies, most of them vLLM's own extensions."""
+"""Request fields beside the history that mean the same in every dialect, most of them vLLM's own extensions."""
 
 from __future__ import annotations
 
