@@ -64,6 +64,11 @@ class Session:
         """The end of the latest branch."""
         return next(reversed(self.tips), None)
 
+    def count_turn(self, kind: TurnKind) -> None:
+        """Note a turn that has ended."""
+        self.num_turns += 1
+        self.num_by_kind[kind] = self.num_by_kind.get(kind, 0) + 1
+
     def leads_to(self, node: Node) -> bool:
         """Whether `node` lies before or behind the end of one of its branches (or there is none yet), and not beside all of them."""
         return not self.tips or any(common_ancestor(tip, node) in (tip, node) for tip in reversed(self.tips))
@@ -120,8 +125,7 @@ class Namespace:
         wanted = identity.session or self._owner(node) or new_id()
         session = self.sessions.get(wanted)
         if session is None:
-            salt = self.salt.encode() if self.salt else b""
-            session = Session(wanted, identity.parent, FlatPrompt(self._block_size, salt), now, now)
+            session = Session(wanted, identity.parent, self._new_prompt(), now, now)
             self.sessions[wanted] = session
         session.used = now
         session.named = session.named and identity.session is not None
@@ -135,8 +139,8 @@ class Namespace:
             step.owner = session.id
             step = step.parent
 
-    def advance(self, session: Session, node: Node) -> None:
-        """Make `node` the session's latest tip; a tip that it continues is replaced."""
+    def advance(self, session: Session, node: Node) -> bool:
+        """Make `node` the session's latest tip; a tip that it continues is replaced. False if the session has been ended meanwhile."""
         before = node.parent
         while before is not None and before not in session.tips:
             before = before.parent
@@ -145,20 +149,24 @@ class Namespace:
         self.ledger.hold(node)
         if self.sessions.get(session.id) is not session:  # ended while this turn ran
             self.ledger.release(node)
-            return
+            return False
         session.tips[node] = None
         node.owner = session.id
         if before is not None:
             self.ledger.release(before)
         if len(session.tips) > MAX_TIPS:
             self.ledger.release(session.tips.popitem(last=False)[0])
+        return True
 
     def forget(self, session: Session) -> None:
         """Drop a session and what only it held."""
         self.sessions.pop(session.id, None)
-        session.prompt = FlatPrompt(self._block_size)
+        session.prompt = self._new_prompt()
         while session.tips:
             self.ledger.release(session.tips.popitem()[0])
+
+    def _new_prompt(self) -> FlatPrompt:
+        return FlatPrompt(self._block_size, self.salt.encode() if self.salt else b"")
 
     def _owner(self, node: Node | None) -> str | None:
         # Without an answer in it, a history may be anybody's: many agents begin with the same words.

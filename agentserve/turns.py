@@ -147,19 +147,18 @@ class Turn:
     def _commit(self, item: AssistantItem) -> Outcome:
         """Step 6: the generated ids join the ledger as the engine sent them."""
         usage = self._last.usage
-        prompt = self._session.prompt
+        prompt, node = self._session.prompt, self._place.node
         if self._generated:
             ids = [*self._place.open_ids, *self._generated]
             node = self._namespace.ledger.append(self._place.node, (item,), ids, generated=True)
-            self._namespace.advance(self._session, node)
-            if self._turns.stored is not None:
+            lives_on = self._namespace.advance(self._session, node)
+            if lives_on and self._turns.stored is not None:
                 self._kept = self._turns.stored.keep(self._namespace, self._session)
-            prompt.move_to(node)
+        prompt.move_to(node)
+        if self._generated:
             self._turns.books.computed(prompt, node.end - 1)  # the last sampled token has no KV
         hits = self._turns.books.book(self._session, self._relation, self._estimate, usage.num_cached_tokens if usage else None, prompt)
-        self._session.num_turns += 1
-        kinds = self._session.num_by_kind
-        kinds[self._relation.kind] = kinds.get(self._relation.kind, 0) + 1
+        self._session.count_turn(self._relation.kind)
         reason = self._last.finish_reason or "abort"
         if reason == "stop" and item.calls and not self.parser.open_call:
             reason = "tool_calls"
