@@ -16,7 +16,7 @@ import pytest
 
 from tests.processes import descendants, living, wait_until
 from tests.real_engine import CACHE_FOLDER
-from tests.upstream import Upstream, in_thread
+from tests.upstream import Script, Upstream, in_thread
 
 
 def environment(**names: str) -> dict[str, str]:
@@ -114,6 +114,21 @@ def test_a_server_stops_cleanly_on_a_signal(upstream: Upstream, model_folder: Pa
         assert process.stdout is not None
         assert "Traceback" not in process.stdout.read()
         assert process.returncode in (0, 130, 143, -stop)
+
+
+def test_a_stream_that_runs_when_the_server_is_stopped_ends_in_an_error_event(upstream: Upstream, model_folder: Path) -> None:
+    upstream.script(Script(say="word " * 5000, itl_seconds=0.01))
+    with listening("--engine-url", upstream.url, "--engine-model-folder", str(model_folder)) as (process, address):
+        body = b'{"stream": true, "messages": [{"role": "user", "content": "Hello"}]}'
+        request = urllib.request.Request(f"{address}/v1/chat/completions", body, {"content-type": "application/json"})
+        with urllib.request.urlopen(request) as answer:
+            assert answer.readline().startswith(b"data: ")
+            process.send_signal(signal.SIGTERM)
+            events = answer.read().decode().split("\n\n")
+        assert "stopping" in events[-2]
+        assert wait_until(lambda: process.poll() is not None, seconds=10)
+        assert process.stdout is not None
+        assert "Traceback" not in process.stdout.read()
 
 
 @pytest.mark.engine
