@@ -2,7 +2,7 @@
 
     1  match    find the branch of the ledger that the conversation extends; what is known is neither rendered nor tokenised again;
                 what the canonicaliser took out of the head is told in a note behind the newest message, where it changed
-    2  render   only the new items become tokens, off the event loop, and join the branch
+    2  render   only the new items become tokens (long ones off the event loop) and join the branch
     3  predict  what could be a prefix hit, and what the mirror says will be one
     4  admit    a ticket for what the turn adds; without room the turn waits
     5  generate ids out, ids in; each step is parsed into reasoning, text and tool calls
