@@ -180,6 +180,8 @@ class Replay:
         """Write what was collected, once."""
         for helper in self._helpers:
             helper.kill()
+        if self._collects and self._entries:
+            self._look()  # a run shorter than the interval has a sample too, and each run the state that it left
         if self._collects and self._records_path is not None and self._entries:
             write_entries(self._records_path, self.take_entries())
         if self._client is not None:
@@ -187,11 +189,15 @@ class Replay:
 
     def _sample(self) -> None:
         while True:
-            body = get(self._metrics_url)
-            if body is not None:
-                phase = self.conductor.phase if self.conductor is not None else self._phase
-                self._entries.append(parse_metrics(body.decode(errors="replace"), time=monotonic(), phase=phase))
+            self._look()
             gevent.sleep(self.options.sample_interval)
+
+    def _look(self) -> None:
+        """Take one sample of the engine's metrics."""
+        body = get(self._metrics_url)
+        if body is not None:
+            phase = self.conductor.phase if self.conductor is not None else self._phase
+            self._entries.append(parse_metrics(body.decode(errors="replace"), time=monotonic(), phase=phase))
 
     def _show_progress(self) -> None:
         started = monotonic()
