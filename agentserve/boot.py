@@ -61,6 +61,7 @@ async def running_server(settings: Settings, progress: Callable[[str], None]) ->
             subscriber = KvEventSubscriber(events, replay, settings.engine.events_topic, mirror)
             stack.push_async_callback(subscriber.close)
             await subscriber.start()
+            await subscriber.caught_up()  # else the first predictions would not know an older engine's blocks
             if isinstance(engine, EmbeddedEngine):
                 engine.on_restart = mirror.restarted
         server = build(settings, engine, tokenizer, chat, mirror)

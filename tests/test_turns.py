@@ -486,3 +486,18 @@ async def test_a_context_that_leaves_between_prediction_and_prefill_is_booked_as
                     history += [reply.message, user("on")]
             assert missed["evicted"] > 1000, missed
             assert missed.get("unknown", 0) <= 0.01 * sum(missed.values()), missed
+
+
+async def test_a_server_that_starts_beside_an_older_engine_predicts_from_its_first_turn(
+    renderer: FormatRenderer, model_folder: Path
+) -> None:
+    with in_thread(Upstream(renderer=renderer, kv=KvModel(num_blocks=4096, block_size=32))) as upstream:
+        assert upstream.engine.events is not None
+        events = {"engine_events": upstream.engine.events.endpoint, "engine_events_replay": upstream.engine.events.replay_endpoint}
+        for _ in range(2):
+            with serving(upstream.url, model_folder, **events) as served:
+                reply = await chat(served.url, [SYSTEM, user("hi")], stream=False)
+        assert reply.usage is not None
+        cached = reply.usage["prompt_tokens_details"]["cached_tokens"]
+        assert cached > 0
+        assert reply.usage["agentserve"]["predicted_tokens"] == cached

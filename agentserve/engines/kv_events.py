@@ -42,6 +42,7 @@ class KvEventSubscriber:
         self._replay_timeout_seconds = replay_timeout_seconds
         self._context: zmq.asyncio.Context | None = None
         self._task: asyncio.Task[None] | None = None
+        self._has_replayed = asyncio.Event()
 
     async def start(self) -> None:
         """Subscribe and begin to follow. Returns at once; the engine may come up later. Raises `SetupError` on a malformed endpoint."""
@@ -56,6 +57,10 @@ class KvEventSubscriber:
             raise
         live.setsockopt_string(zmq.SUBSCRIBE, self._topic)
         self._task = asyncio.create_task(self._follow(live), name=f"kv-events {self._endpoint}")
+
+    async def caught_up(self) -> None:
+        """Wait until the engine's past events are in the mirror, or are known not to come (`replay_timeout_seconds` without a word)."""
+        await self._has_replayed.wait()
 
     def _connect(self, kind: int, endpoint: str) -> zmq.asyncio.Socket:
         assert self._context is not None
@@ -83,7 +88,10 @@ class KvEventSubscriber:
 
     async def _follow(self, live: zmq.asyncio.Socket) -> None:
         with live:
-            await self._replay(Gap(0, 0))
+            try:
+                await self._replay(Gap(0, 0))
+            finally:
+                self._has_replayed.set()
             while True:
                 # Live batches wait in the socket while a gap is being filled.
                 gap = self._feed(await live.recv_multipart(), replayed=False)
