@@ -118,8 +118,9 @@ async def late_join(folder: Path) -> None:
         for block in range(20):
             await engine.publish(block)
         async with following(folder) as subscriber:
+            await subscriber.caught_up()
+            assert subscriber.mirror.num_resident_blocks == 20
             await engine.subscribed()
-            await eventually(lambda: subscriber.mirror.num_resident_blocks == 20)
             await engine.publish(20)
             await eventually(lambda: knows(subscriber.mirror, 20))
             assert not subscriber.mirror.is_suspect
@@ -194,7 +195,8 @@ async def restart_hidden_in_a_gap(folder: Path) -> None:
 
 async def engine_comes_up_later(folder: Path) -> None:
     async with following(folder, timeout_seconds=0.05) as subscriber:
-        await eventually(lambda: subscriber.num_replays == 1)
+        await asyncio.wait_for(subscriber.caught_up(), 5)  # an engine that is not there must not hold up a start
+        assert subscriber.num_replays == 1
         await asyncio.sleep(0.1)
         assert subscriber.mirror.num_applied_batches == 0
         async with Publisher(folder) as engine:
