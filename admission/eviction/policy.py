@@ -1,0 +1,92 @@
+"""What an eviction policy is told and what it answers. One object ranks extents in the simulator, on the engine and in the tuner.
+
+An extent is a run of blocks of one chain that are used and freed together: the part of a session that no other branch shares, or a shared
+head. The pool owns blocks, pins and the tree of extents; the policy only ranks. `now` is any clock that only rises, in seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+
+class Fate(StrEnum):
+    """What is known of an extent's future. Everything but `LIVE` is believed dead: nobody is expected to ask for it again."""
+
+    LIVE = "live"
+    ENDED = "ended"
+    """Its session is over, said or inferred."""
+    SUPERSEDED = "superseded"
+    """On a branch that its session has left."""
+    CUT = "cut"
+    """A tail that the session's newest prompt no longer has."""
+    GENERATED = "generated"
+    """Generated tokens that this client never sends back."""
+    ONE_SHOT = "one_shot"
+    """A side request that no other builds on."""
+
+
+@dataclass(slots=True, eq=False)
+class Extent:
+    """Facts of an extent, kept by the pool. A policy reads them and never writes. Times are on the clock of `now`, in seconds."""
+
+    id: int
+    session_id: str
+    num_blocks: int
+    """Resident blocks; falls as its deep end is evicted."""
+    inserted_seconds: float
+    freed_seconds: float
+    """When the last request that used it let go."""
+    end_block: int = 0
+    """Position of its deep end in the chain, in blocks: of two that were freed together the deeper goes first."""
+    num_hits: int = 0
+    """Requests that found it resident."""
+    fate: Fate = Fate.LIVE
+    return_class: str = "unknown"
+    """Why its session is idle: the class of `admission.returns`."""
+    next_use_seconds: float | None = None
+    """When it will be asked for, where that is known (a clairvoyant replay); infinity: never. None: not known."""
+    priority: int = 35
+    """0 to 100, the operator's or the client's; 35 is TensorRT-LLM's default."""
+    retention_seconds: float | None = None
+    """How long after `freed_seconds` the priority holds. None: always."""
+    protected: bool = False
+    """On the path of a waiting request: goes only when nothing else is left."""
+
+
+class EvictionPolicy(Protocol):
+    """Ranks the extents that may lose blocks. The pool calls, in this order for each extent:
+
+    `insert` once, when it is free for the first time; `hold` when a request uses it; `release` when the last of them lets go;
+    `forget` when its last block has left or it joined another extent. Only a leaf may lose blocks: the pool `hold`s an extent for as long as
+    a deeper one hangs on it, so that whatever is not held is a leaf.
+    """
+
+    def insert(self, extent: Extent, now: float) -> None:
+        """Ranks a new extent. Changes state."""
+        ...
+
+    def hold(self, extent: Extent, now: float) -> None:
+        """It may not be a victim until `release`. Changes state; what is held already asserts."""
+        ...
+
+    def release(self, extent: Extent, now: float) -> None:
+        """It may be a victim again; its facts may have changed. Changes state."""
+        ...
+
+    def reconsider(self, extent: Extent, now: float) -> None:
+        """The facts of an extent that is not held have changed (its fate, a hint). Changes state."""
+        ...
+
+    def forget(self, extent: Extent, now: float) -> None:
+        """It is no longer resident. Changes state."""
+        ...
+
+    def to_evict(self, now: float) -> Extent | None:
+        """Whose deepest blocks go next; None when everything is held. Does not change which extents there are."""
+        ...
+
+    def check_integrity(self) -> None:
+        """Assert what must hold between calls."""
+        ...
