@@ -59,8 +59,8 @@ class EvictionPolicy(Protocol):
     """Ranks the extents that may lose blocks. The pool calls, in this order for each extent:
 
     `insert` once, when it is free for the first time; `hold` when a request uses it; `release` when the last of them lets go;
-    `forget` when its last block has left or it joined another extent. Only a leaf may lose blocks: the pool `hold`s an extent for as long as
-    a deeper one hangs on it, so that whatever is not held is a leaf.
+    `forget` when its last block has left or it joined another extent. Only a leaf may lose blocks: the pool `hold`s an extent for as
+    long as a deeper one hangs on it, so that whatever is not held is a leaf.
     """
 
     def insert(self, extent: Extent, now: float) -> None:
