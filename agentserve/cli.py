@@ -23,6 +23,7 @@ from agentserve.boot import running_server
 from agentserve.engines.embedded import WHAT_IS_REAL, EmbeddedEngine
 from agentserve.errors import AgentserveError, SetupError
 from agentserve.log import configure_log
+from agentserve.model_commands import app as model_commands
 from agentserve.server import Server
 from agentserve.settings import Settings, environment_name, flag, leaves, load
 from agentserve.web import web_server
@@ -156,6 +157,7 @@ def build_cli() -> App:
     app = App(name="agentserve", help="A session server for agentic coding in front of vLLM.", version=version("agentserve"))
     app.command(_serve_command(), name="serve")
     app.command(_print_settings, name="settings")
+    app.command(model_commands)
     if importlib.util.find_spec("replays") is not None:
         app.update(importlib.import_module("replays.cli").app)
     return app

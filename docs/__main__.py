@@ -36,6 +36,7 @@ TREE: dict[str, str] = {
     "admission/policies": "admission policies by name",
     "model": "MiniMax-M3's chat format, tokenizer, and the generated nano model; no I/O beyond its folder",
     "model/chat": "conversations to tokens, and generated tokens back",
+    "model/m3": "MiniMax-M3's shapes, KV geometry, launch profiles and fast paths; no torch",
     "model/data": "the nano model's chat template and multilingual text",
     "replays": "recorded or generated agent sessions, driven through a server, and the report",
     "replays/data": "a sample trace and the word list of prompts",
@@ -154,10 +155,14 @@ def commands() -> str:
     return "\n".join(_command(name, app[name]) for name in names)
 
 
-def _command(name: str, app: App) -> str:
+def _command(name: str, app: App, level: int = 2) -> str:
+    heading = f"{'#' * level} agentserve {name}\n\n"
+    inner = [each for each in app if not each.startswith("-")]
+    if inner:
+        return "\n".join([f"{heading}{app.help}\n", *(_command(f"{name} {each}", app[each], level + 1) for each in inner)])
     # Heading and usage line are cyclopts' own, and name the program that asks for them.
     _, _, text = app.generate_docs(heading_level=2).partition("```\n\n")
-    return f"## agentserve {name}\n\n{text.rstrip().replace(str(Path.home()), '~')}\n"
+    return f"{heading}{text.rstrip().replace(str(Path.home()), '~')}\n"
 
 
 PARTS: dict[str, Callable[[], str]] = {"tree": tree, "walk": walk, "identity": identity, "rules": rules, "commands": commands}

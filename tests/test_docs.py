@@ -251,7 +251,9 @@ def test_commands_that_are_shown_use_flags_and_targets_that_exist(page: Path) ->
         if words[0] == "make":
             assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), f"no target {words[1]!r}"
         elif words[0] == "agentserve" and words[1] != "serve":
-            known = {name for argument in app[words[1]].assemble_argument_collection() for name in argument.names}
+            command = app[words[1]]
+            command = command[words[2]] if any(not name.startswith("-") for name in command) else command
+            known = {name for argument in command.assemble_argument_collection() for name in argument.names}
             assert set(re.findall(r"(?<=\s)--[\w-]+", line)) <= known, line
         used = re.search(r'agentserve serve (.*)|SERVE="(.*?)"', line)
         if used is not None:

@@ -34,6 +34,18 @@ def _unescape(match: re.Match[str]) -> str:
     return "\n" if match[1] == "n" else match[1]
 
 
+_SAMPLE = re.compile(rb"^([A-Za-z_:][\w:]*)(?:\{.*\})?[ \t]+(\S+)", re.MULTILINE)
+
+
+def sums(text: bytes) -> dict[str, float]:
+    """Every metric, summed over its labels."""
+    totals: dict[str, float] = {}
+    for match in _SAMPLE.finditer(text):
+        name = match[1].decode()
+        totals[name] = totals.get(name, 0.0) + float(match[2])
+    return totals
+
+
 def kv_cache_usage(text: bytes) -> float | None:
     """The share of KV blocks held by running requests, 0 to 1, as vLLM counts it: a mean over data-parallel ranks.
 
