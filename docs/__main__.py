@@ -37,6 +37,7 @@ TREE: dict[str, str] = {
     "model": "MiniMax-M3's chat format, tokenizer, and the generated nano model; no I/O beyond its folder",
     "model/chat": "conversations to tokens, and generated tokens back",
     "model/m3": "MiniMax-M3's shapes, KV geometry, launch profiles and fast paths; no torch",
+    "model/reference": "M3's layers in PyTorch, and the correctness gate; needs torch",
     "model/data": "the nano model's chat template and multilingual text",
     "replays": "recorded or generated agent sessions, driven through a server, and the report",
     "replays/data": "a sample trace and the word list of prompts",
