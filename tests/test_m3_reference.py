@@ -9,18 +9,18 @@ import pytest
 
 pytest.importorskip("torch")
 
-import torch  # noqa: E402 # decides whether this file runs
+import torch  # decides whether this file runs
 
-from model.m3.config import M3Config  # noqa: E402
-from model.m3.dtypes import Dtype  # noqa: E402
-from model.m3.index_reuse import fixed_plan, measured_plan  # noqa: E402
-from model.m3.kv import CacheGeometry  # noqa: E402
-from model.m3.sharding import Shard  # noqa: E402
-from model.reference.experts import ExpertRule, ExpertWeights, experts, experts_shared_fused  # noqa: E402
-from model.reference.gate import Thresholds, compare  # noqa: E402
-from model.reference.norms import gemma_norm, rotate  # noqa: E402
-from model.reference.pages import as_pages, gather, page_table  # noqa: E402
-from model.reference.sparse_attention import (  # noqa: E402
+from model.m3.config import M3Config
+from model.m3.dtypes import Dtype
+from model.m3.index_reuse import fixed_plan, measured_plan
+from model.m3.kv import CacheGeometry
+from model.m3.sharding import Shard
+from model.reference.experts import ExpertRule, ExpertWeights, experts, experts_shared_fused
+from model.reference.gate import Thresholds, compare
+from model.reference.norms import gemma_norm, rotate
+from model.reference.pages import as_pages, gather, page_table
+from model.reference.sparse_attention import (
     SparseRule,
     attend,
     block_scores,
@@ -28,8 +28,8 @@ from model.reference.sparse_attention import (  # noqa: E402
     sparse_attention,
     verify_drafts,
 )
-from model.reference.stack import overlap, random_stack, run_stack  # noqa: E402
-from model.reference.transfer import empty_rank, layer_view, transfer  # noqa: E402
+from model.reference.stack import overlap, random_stack, run_stack
+from model.reference.transfer import empty_rank, layer_view, transfer
 
 SMALL = M3Config(
     hidden_size=64,
@@ -98,7 +98,7 @@ def test_choices_are_causal_bounded_local_and_the_best(rule: SparseRule, num_key
         for head in range(4):
             free = [b for b in range(visible) if b >= rule.num_init_blocks and b <= own - rule.num_local_blocks]
             taken = sum(bool(picked[head, b]) for b in free)
-            best = sorted(free, key=lambda b, h=head, q=query: -float(scores[h, q, b]))[:taken]
+            best = [block for _, block in sorted((-float(scores[head, query, block]), block) for block in free)][:taken]
             assert {b for b in free if picked[head, b]} == set(best)
 
 
@@ -161,7 +161,7 @@ def test_experts_equal_a_loop_over_tokens() -> None:
     weights, rule = _experts(4), ExpertRule(top_k=2)
     for token, got in zip(hidden, experts(hidden, weights, rule), strict=True):
         scores = 1 / (1 + torch.exp(-(weights.router @ token)))
-        best = sorted(range(8), key=lambda e, s=scores: -float(s[e] + weights.bias[e]))[:2]
+        best = [e for _, e in sorted((-float(scores[e] + weights.bias[e]), e) for e in range(8))][:2]
         shares = [2 * float(scores[e]) / sum(float(scores[x]) for x in best) for e in best]
         parts = [(weights.gate_up[e], weights.down[e], share) for e, share in zip(best, shares, strict=True)]
         parts.append((weights.shared_gate_up, weights.shared_down, 1.0))
