@@ -41,6 +41,7 @@ TREE: dict[str, str] = {
     "replays": "recorded or generated agent sessions, driven through a server, and the report",
     "replays/data": "a sample trace and the word list of prompts",
     "benchmarks": "runnable comparisons, one table each",
+    "benchmarks/ledger": "generated sessions, disconnects, long histories, a frozen Redis",
     "tests": "every test; `make test` runs them",
     "tests/upstream": "a scripted vLLM: HTTP and KV events as the real one sends them",
     "tests/data": "files that tests compare with",

@@ -35,7 +35,8 @@ _STANDING = (Action.ORDER, Action.PIN)
 
 @dataclass(slots=True)
 class Tally:
-    """Counts over turns; `failures` are those whose prompt did not start as it must, in words."""
+    """Counts over turns. Unedited and re-serialised turns are apart. `failures`: whose prompt did not start as it must, or which
+    tokenised more than what is new, in words."""
 
     turns: int = 0
     unedited: int = 0
@@ -49,6 +50,11 @@ class Tally:
     new_tokens: int = 0
     """Tokens of the prompts behind what was said before, notes and the generation prompt included."""
     failures: list[str] = field(default_factory=list)
+
+    @property
+    def continued(self) -> int:
+        """Unedited turns, re-serialised or not."""
+        return self.unedited + self.reserialised
 
     def add(self, other: Tally) -> None:
         """Add the counts of `other`."""

@@ -19,14 +19,14 @@ from pathlib import Path
 import httptools
 import msgspec
 
-from agentserve.boot import load_model_files, running_server
+from agentserve.boot import load_model_files
 from agentserve.server import Server
 from agentserve.settings import EngineSettings, LimitSettings, Settings
-from agentserve.web import web_server
 from benchmarks.ledger import speech
 from benchmarks.ledger.forms import FORMS
 from benchmarks.ledger.left import Left, look, settled, until
 from benchmarks.ledger.paced_upstream import PacedUpstream, Stage
+from benchmarks.ledger.site import serving
 from model.conversation import UserItem
 
 CONCURRENCY = 32
@@ -111,25 +111,10 @@ async def _site(model_folder: Path) -> AsyncIterator[Site]:
     async with AsyncExitStack() as stack:
         upstream = await stack.enter_async_context(PacedUpstream(tokenizer, chat))
         engine = EngineSettings(url=upstream.url, model_folder=model_folder)
-        wide, wide_port = await stack.enter_async_context(_serving(Settings(engine=engine)))
+        wide, wide_port = await stack.enter_async_context(serving(Settings(engine=engine)))
         limits = LimitSettings(running_turns=HOGS, keep_alive_seconds=0.05)
-        narrow, narrow_port = await stack.enter_async_context(_serving(Settings(engine=engine, limits=limits)))
+        narrow, narrow_port = await stack.enter_async_context(serving(Settings(engine=engine, limits=limits)))
         yield Site(upstream, wide, wide_port, narrow, narrow_port)
-
-
-@asynccontextmanager
-async def _serving(settings: Settings) -> AsyncIterator[tuple[Server, int]]:
-    """A server on a free port, in this event loop."""
-    with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
-        async with running_server(settings, lambda _: None) as server:
-            web = web_server(server, grace_seconds=1)
-            task = asyncio.create_task(web.serve(sockets=[listener]))
-            await until(lambda: web.started, WAIT_SECONDS)
-            try:
-                yield server, listener.getsockname()[1]
-            finally:
-                web.should_exit = True
-                await task
 
 
 async def _lane(site: Site, found: Disconnects, orders: Iterator[tuple[int, Phase]], seed: int, done: Callable[[], object]) -> None:
@@ -142,7 +127,7 @@ async def _lane(site: Site, found: Disconnects, orders: Iterator[tuple[int, Phas
             found.missed += 1
         if phase in STAGES and phase is not Phase.LAST:
             found.stop_seconds.append(await _seconds_to_stop(site, client))
-        site.upstream.ended.pop(client.session, None)
+        site.upstream.forget(client.session)
         done()
 
 
@@ -157,7 +142,7 @@ async def _hog(site: Site, number: int, over: asyncio.Event) -> None:
     while not over.is_set():
         await client.turn()
         client.leave()
-        site.upstream.ended.pop(client.session, None)
+        site.upstream.forget(client.session)
 
 
 class _Client:

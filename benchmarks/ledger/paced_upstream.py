@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import Self
@@ -36,6 +37,10 @@ class Stage(StrEnum):
     """The last chunk is about to be sent."""
 
 
+class _Asked(msgspec.Struct):
+    token_ids: list[int]
+
+
 class PacedUpstream:
     """Listens on a free loopback port between enter and exit. Sessions called "hog-…" take `HOG_SECONDS` to prefill."""
 
@@ -44,7 +49,11 @@ class PacedUpstream:
         self.num_running = 0
         self.ended: dict[str, float] = {}
         """When each session's last request ended or was aborted, monotonic seconds."""
+        self.asked: dict[str, array[int]] = {}
+        """The prompt ids of each session's last request."""
         self._parts = _parts(tokenizer, chat)
+        self.answer_ids = array("I", [number for _, ids in self._parts for number in ids])
+        """What it says to everybody."""
         self._reached: dict[tuple[str, Stage], asyncio.Event] = {}
 
     async def __aenter__(self) -> Self:
@@ -70,14 +79,19 @@ class PacedUpstream:
             del self._reached[session, stage]
         return True
 
+    def forget(self, session: str) -> None:
+        """Drop what is noted of a session."""
+        self.ended.pop(session, None)
+        self.asked.pop(session, None)
+
     def _event(self, session: str, stage: Stage) -> asyncio.Event:
         return self._reached.setdefault((session, stage), asyncio.Event())
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         if not request.headers.get("X-Session-ID"):
             return web.json_response({"error": {"message": "token_ids: Field required", "code": 400}}, status=400)
-        await request.read()
         session = request.headers["X-Session-ID"]
+        self.asked[session] = array("I", msgspec.json.decode(await request.read(), type=_Asked).token_ids)
         self.num_running += 1
         try:
             return await self._answer(request, session)

@@ -5,20 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal
 
 from agentserve.app import build_app
-from agentserve.boot import build, load_model_files
+from agentserve.boot import build
 from agentserve.canonical.table import CANONICAL_RULES
 from agentserve.settings import CanonicaliseSettings, Settings
 from benchmarks.ledger.agent import Agent, Tally
 from benchmarks.ledger.left import Left, look
 from benchmarks.ledger.script import Script
 from benchmarks.ledger.simulated_engine import SimulatedEngine
+from model.chat import ChatFormat
+from model.tokenizer import Tokenizer
 
 BLOCK_SIZE = 128
 CONCURRENCY = 4
+EVERY_RULE = Settings(canonicalise=CanonicaliseSettings(on=tuple(CANONICAL_RULES)))
 EVERY_TURN_SECONDS = 1e-6
 """As a rhythm: what moves changes with every request."""
 
@@ -37,16 +38,15 @@ class Replayed:
 
 async def replay(
     scripts: Sequence[Script],
-    model_folder: Path,
+    tokenizer: Tokenizer,
+    chat: ChatFormat,
     *,
     disturbed: bool,
     rhythm_seconds: float = 60.0,
-    canonicalise: Literal["on", "off"] = "on",
+    settings: Settings = EVERY_RULE,
     done: Callable[[], object] = lambda: None,
 ) -> Replayed:
     """Play `scripts`, some at a time; `done` is called after each."""
-    settings = Settings(canonicalise=CanonicaliseSettings(mode=canonicalise, on=tuple(CANONICAL_RULES)))
-    tokenizer, chat = load_model_files(settings.engine, model_folder)
     engine = SimulatedEngine(tokenizer, chat, BLOCK_SIZE)
     server = build(settings, engine, tokenizer, chat, None)
     app = build_app(server)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 from array import array
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -53,11 +53,14 @@ class Spelling:
         pieces = self._chat.item(item, asked)[len(self._chat.open_turn(asked)) :]
         while pieces and pieces[-1] in self._chat.stop_ids:
             pieces.pop()
-        ids: list[int] = []
         encoded = self._tokenizer.encode_pieces(pieces)
-        for number in encoded:
-            ids += self._halves(number, rng) if rng.random() < _SPLIT_SHARE else (number,)
+        ids = self._split(encoded, _SPLIT_SHARE, rng)
+        if ids == encoded:
+            ids = self._split(encoded, 1.0, rng)  # a few words, all of them missed
         return [*ids, self._chat.stop_ids[0]], ids != encoded
+
+    def _split(self, ids: Iterable[int], share: float, rng: random.Random) -> list[int]:
+        return [part for number in ids for part in (self._halves(number, rng) if rng.random() < share else (number,))]
 
     def _halves(self, number: int, rng: random.Random) -> Sequence[int]:
         text = b"" if number in self._control else self._tokenizer.token_bytes(number)
@@ -130,6 +133,7 @@ class SimulatedEngine:
         num_hits = self._cache.num_hit_tokens(ask.prompt)
         self.num_prompt_tokens += len(ask.prompt)
         self.num_hit_tokens += num_hits
+        self._cache.store(ask.prompt)  # vLLM lets others hit what it has scheduled
         size = -(-len(ids) // _NUM_CHUNKS)
         try:
             for start in range(0, len(ids), size):
