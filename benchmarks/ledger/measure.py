@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +24,7 @@ from benchmarks.ledger.script import generate
 from benchmarks.report import Options, Result, Row, percentile
 from benchmarks.served_model import prepare
 
-FORGIVEN = 5
-"""Failures that are spelled out."""
+SHOWN_FAILURES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +71,8 @@ def measure(options: Options) -> Result:
         frozen = _frozen(folder, amount, progress)
         if not options.quick:
             counting = beside.submit(run_cases, False)
-        cases = _counted(counting, progress)
+        progress.add_task("tests of the cases", total=None)
+        cases = counting.result()
     return _result(Measured(long, replays, left, frozen, cases))
 
 
@@ -96,11 +96,6 @@ def _frozen(folder: Path, amount: Amount, progress: Progress) -> Frozen | None:
     bar = progress.add_task("Redis stands still", total=NUM_SESSIONS * seconds / PAUSE_SECONDS)
     frozen = freeze(folder, before_seconds=amount.before_freeze, frozen_seconds=amount.frozen, done=lambda: progress.advance(bar))
     return asyncio.run(frozen)
-
-
-def _counted(counting: Future[CasesResult], progress: Progress) -> CasesResult:
-    progress.add_task("tests of the cases", total=None)
-    return counting.result()
 
 
 def _share(part: int, whole: int) -> float:
@@ -172,7 +167,7 @@ def _notes(measured: Measured) -> list[str]:
         + ".",
         "Clients left: " + ", ".join(f"{count:,} {phase}" for phase, count in measured.disconnects.by_phase.items()) + ".",
     ]
-    notes += [f"Not exact: {failure}" for failure in _sum(measured.replays).failures[:FORGIVEN]]
+    notes += [f"Not exact: {failure}" for failure in _sum(measured.replays).failures[:SHOWN_FAILURES]]
     cases = measured.cases
     labels = {"failed": cases.failed, "open": cases.open, "not run": cases.not_run}
     return notes + [f"Cases {name}: {', '.join(names)}" for name, names in labels.items() if names]
