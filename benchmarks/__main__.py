@@ -9,12 +9,15 @@ from cyclopts import App, Parameter
 from rich.console import Console
 
 from benchmarks import agentx, overhead, turn_cost
+from benchmarks.cases import CasesFailed
 from benchmarks.client import BadAnswer
 from benchmarks.contenders import ContenderFailed
+from benchmarks.ledger import measure as ledger
 from benchmarks.report import CACHE_FOLDER, Benchmark, Options, show, write_json
 
 BENCHMARKS: dict[str, Benchmark] = {
     "agentx": agentx.measure,
+    "ledger": ledger.measure,
     "overhead": overhead.measure,
     "turn_cost": turn_cost.measure,
 }
@@ -41,7 +44,7 @@ def run(
         return 2
     try:
         result = benchmark(Options(quick=quick, contenders=contenders, cache_folder=cache_folder, url=url))
-    except (BadAnswer, ContenderFailed) as error:
+    except (BadAnswer, CasesFailed, ContenderFailed) as error:
         Console(stderr=True).print(str(error), markup=False)
         return 1
     show(result)

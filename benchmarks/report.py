@@ -48,6 +48,8 @@ class Result:
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
+    figures: Mapping[str, float | None] = field(default_factory=dict)
+    """Figures by name that stand at the top of the JSON."""
 
 
 Benchmark = Callable[[Options], Result]
@@ -100,6 +102,6 @@ def _figure(value: float | None) -> str:
 
 
 def write_json(result: Result, path: Path) -> None:
-    """Write `result` and its environment as JSON."""
-    data: dict[str, Any] = {"environment": environment(), "result": result}
+    """Write `result` and its environment as JSON, its named figures at the top."""
+    data: dict[str, Any] = {**result.figures, "environment": environment(), "result": result}
     path.write_bytes(msgspec.json.format(msgspec.json.encode(data)) + b"\n")

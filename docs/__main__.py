@@ -18,6 +18,7 @@ from agentserve import turns
 from agentserve.canonical.table import CANONICAL_RULES
 from agentserve.cli import build_cli, settings_page
 from agentserve.identity import IDENTITY_HEADERS, HeaderRow
+from tests.cases import CASES, held_by
 
 ROOT = Path(__file__).parents[1]
 SETTINGS_PAGE = ROOT / "docs" / "reference" / "settings.md"
@@ -42,13 +43,14 @@ TREE: dict[str, str] = {
     "replays": "recorded or generated agent sessions, driven through a server, and the report",
     "replays/data": "a sample trace and the word list of prompts",
     "benchmarks": "runnable comparisons, one table each",
+    "benchmarks/ledger": "generated sessions, disconnects, long histories, a frozen Redis",
     "tests": "every test; `make test` runs them",
     "tests/upstream": "a scripted vLLM: HTTP and KV events as the real one sends them",
     "tests/data": "files that tests compare with",
     "docs": "guide, concepts, reference; `make docs` writes what derives from code",
     "docs/guide": "how to start, serve a real vLLM, replay, connect clients, operate",
     "docs/concepts": "ledger, sessions, state, canonicaliser, hit accounting, replays, embedded engine",
-    "docs/reference": "settings, command line, HTTP, errors, metrics, report",
+    "docs/reference": "settings, command line, HTTP, errors, metrics, report, cases from the field",
     "deploy": "images for docker-compose.yml",
     "requirements": "pinned packages: with the CPU engine (all) and without (core)",
     "docker-compose.yml": "profiles cpu and mi355x, each a whole deployment",
@@ -166,7 +168,24 @@ def _command(name: str, app: App, level: int = 2) -> str:
     return f"{heading}{text.rstrip().replace(str(Path.home()), '~')}\n"
 
 
-PARTS: dict[str, Callable[[], str]] = {"tree": tree, "walk": walk, "identity": identity, "rules": rules, "commands": commands}
+def cases() -> str:
+    """Kinds of faults from the field, the tests that hold them, and what is open."""
+    tests = held_by()
+    rows = ["| | kind | held by | open |", "|---|---|---|---|"]
+    for label, case in CASES.items():
+        links = [f"[{test.name}](../../tests/{test.file}){' (real engine)' * test.engine}" for test in tests.get(label, ())]
+        rows.append(f"| `{label}` | {case.kind} | {', '.join(links)} | {case.open} |")
+    return "\n".join(rows) + "\n"
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "tree": tree,
+    "walk": walk,
+    "identity": identity,
+    "rules": rules,
+    "commands": commands,
+    "cases": cases,
+}
 
 
 def main() -> None:

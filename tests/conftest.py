@@ -13,13 +13,13 @@ from agentserve.engines.vllm_command import EmbeddedOptions
 from model.chat.minimax_m3 import MiniMaxM3Format
 from model.nano import make_nano, nano_is_complete
 from model.tokenizer import Tokenizer
+from tests.cases import ENGINE_FIXTURES
 from tests.processes import adopt_orphans, descendants, wait_until
 from tests.real_engine import CACHE_FOLDER, RealEngine, real_engine
 from tests.scripted import assert_nothing_is_held
 from tests.serving import Served, serving
 from tests.upstream import FormatRenderer, KvModel, Upstream, in_thread
 
-ENGINE_FIXTURES = {"engine", "small_engine"}
 SMALL_KV_TOKENS = 8192
 
 

@@ -95,6 +95,7 @@ def random_script(random: Random) -> Script:
     )
 
 
+@pytest.mark.case("SSE-08")
 async def test_streams_keep_the_grammar_and_add_up_to_what_is_sent_whole(served: Served, upstream: Upstream) -> None:
     random = Random(11)
     for _ in range(40):
@@ -112,6 +113,7 @@ async def test_streams_keep_the_grammar_and_add_up_to_what_is_sent_whole(served:
         assert [block["name"] for block in whole["content"] if block["type"] == "tool_use"] == [call.name for call in script.calls]
 
 
+@pytest.mark.case("SSE-08")
 async def test_a_call_without_arguments_is_an_empty_object(served: Served, upstream: Upstream) -> None:
     upstream.script(*[Script(say="", calls=(ToolCall("", "list", {}),))] * 2)
     streamed = await ask(served, user("go"), stream=True)
@@ -120,6 +122,7 @@ async def test_a_call_without_arguments_is_an_empty_object(served: Served, upstr
     assert (await ask(served, user("go"))).body["content"][0]["input"] == {}
 
 
+@pytest.mark.case("SSE-08")
 @pytest.mark.parametrize("stream", [True, False])
 async def test_token_counts_add_up_to_the_prompt(served: Served, upstream: Upstream, stream: bool) -> None:
     messages = [user("first " * 100)]
@@ -142,6 +145,7 @@ async def test_cached_tokens_that_the_engine_does_not_report_are_absent_and_not_
         assert not {"cache_read_input_tokens", "cache_creation_input_tokens"} & set(usage)
 
 
+@pytest.mark.case("TOK-13", "PAR-06")
 @pytest.mark.parametrize("stream", [True, False])
 async def test_the_end_of_a_turn_is_named(served: Served, upstream: Upstream, stream: bool) -> None:
     upstream.script(*[Script(say="The quick brown fox jumps")] * 3)
@@ -157,6 +161,7 @@ async def test_the_end_of_a_turn_is_named(served: Served, upstream: Upstream, st
         assert text is None or body["content"] == [{"type": "text", "text": text}]
 
 
+@pytest.mark.case("PFX-07", "PFX-08", "TOK-11")
 async def test_a_session_with_tools_reasoning_marks_and_late_system_messages_stays_exact(served: Served, upstream: Upstream) -> None:
     mark = {"cache_control": {"type": "ephemeral"}}
     messages: list[dict[str, Any]] = [user([{"type": "text", "text": "Fix it.", **mark}]), {"role": "system", "content": "used: 1 %"}]
@@ -179,6 +184,7 @@ async def test_a_session_with_tools_reasoning_marks_and_late_system_messages_sta
     assert all(starts_with(later, earlier) for earlier, later in pairwise(asked(upstream)))
 
 
+@pytest.mark.case("TOK-08", "TOK-09")
 async def test_thinking_may_come_back_or_be_left_out(served: Served, upstream: Upstream) -> None:
     upstream.script(Script(say="It returns 0.", reason="Check the empty case."))
     body = (await ask(served, user("go"))).body
@@ -190,6 +196,7 @@ async def test_thinking_may_come_back_or_be_left_out(served: Served, upstream: U
         assert starts_with(asked(upstream)[-1], asked(upstream)[0])
 
 
+@pytest.mark.case("HTTP-06")
 async def test_counted_tokens_are_those_of_the_turn_and_counting_leaves_nothing(served: Served, upstream: Upstream) -> None:
     url = f"{served.url}/v1/messages/count_tokens"
     messages = [user("first " * 50)]
@@ -207,6 +214,7 @@ async def test_counted_tokens_are_those_of_the_turn_and_counting_leaves_nothing(
         messages += [echo(reply.body), user([{"type": "text", "text": "more"}])]
 
 
+@pytest.mark.case("SES-02")
 async def test_agents_that_share_a_user_id_are_sessions_of_one_parent_and_do_not_wait_for_each_other(
     served: Served, upstream: Upstream
 ) -> None:
@@ -242,6 +250,7 @@ async def test_errors_have_anthropics_form(upstream: Upstream, model_folder: Pat
         assert served.server.namespaces.num_tokens == 0
 
 
+@pytest.mark.case("PAR-02", "PAR-03")
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_prompt_that_is_too_long_is_said_in_the_words_that_clients_know(
     renderer: FormatRenderer, model_folder: Path, stream: bool
@@ -268,6 +277,7 @@ async def test_a_stream_that_breaks_ends_in_an_error_event(served: Served, upstr
     assert (refused.status, refused.body["error"]["type"]) == (503, "overloaded_error")
 
 
+@pytest.mark.case("SSE-03")
 async def test_pings_break_the_silence_in_the_queue_and_in_prefill(upstream: Upstream, model_folder: Path) -> None:
     with serving(upstream.url, model_folder, limits_keep_alive_seconds=0.1, limits_running_turns=1) as served:
         upstream.script(Script(say="late", ttft_seconds=0.6), Script(say="later", ttft_seconds=0.6), Script(status=400))
@@ -287,6 +297,7 @@ async def test_keys_may_come_in_either_header(upstream: Upstream, model_folder: 
         assert (refused.status, refused.body["error"]["type"]) == (401, "authentication_error")
 
 
+@pytest.mark.case("SSE-08")
 @pytest.mark.parametrize("stream", [True, False])
 async def test_the_official_client_reads_turns_counts_and_errors(served: Served, upstream: Upstream, stream: bool) -> None:
     call = ToolCall("", "read_file", {"path": "ä.py", "lines": 3})

@@ -37,11 +37,13 @@ def text(value: str, **fields: Any) -> dict[str, Any]:
     return {"type": "text", "text": value, **fields}
 
 
+@pytest.mark.case("PFX-08")
 @pytest.mark.parametrize("content", ["a\n b", [text("a\n b")], [text("a\n b", **MARK)], [text("a\n"), text(" b", citations=None)]])
 def test_text_and_blocks_are_the_same_message_with_or_without_cache_marks(content: Any) -> None:
     assert items({"role": "user", "content": content}) == [UserItem("a\n b")]
 
 
+@pytest.mark.case("PFX-08")
 @pytest.mark.parametrize("system", ["s", [text("s")], [text("s", **MARK)], [text(""), text("s")]])
 def test_a_system_text_and_one_block_are_the_same_head(system: Any) -> None:
     assert conversation(USER, system=system).head() == Head("s")
@@ -52,6 +54,7 @@ def test_system_blocks_and_leading_system_messages_are_joined_by_blank_lines() -
     assert found.head().system == "one\n\ntwo\n\nthree"
 
 
+@pytest.mark.case("PFX-07")
 def test_a_later_system_message_keeps_its_place() -> None:
     late = {"role": "system", "content": [text("used: 1 %")]}
     found = conversation(USER, late, {"role": "assistant", "content": "ok"}, USER, system="s")
@@ -84,6 +87,7 @@ def test_an_assistant_message_is_reasoning_text_and_calls() -> None:
     assert items({"role": "assistant", "content": blocks[1:2]}, USER)[0] == AssistantItem("", None)
 
 
+@pytest.mark.case("INP-08")
 def test_results_stand_before_the_text_of_their_message_and_in_call_order() -> None:
     calls: list[Any] = [{"type": "tool_use", "id": i, "name": "f", "input": {}} for i in ("a", "b")]
     results = [{"type": "tool_result", "tool_use_id": i, "content": [text(i.upper())], "is_error": True} for i in ("x", "b", "a")]

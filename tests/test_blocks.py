@@ -7,6 +7,7 @@ import subprocess
 import sys
 from array import array
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -54,12 +55,14 @@ def test_equal_blocks_after_different_prefixes_have_different_hashes() -> None:
     assert chain_of([1, 2, 3, 4, 9, 9, 9, 9]).hashes[1] != chain_of([1, 2, 3, 5, 9, 9, 9, 9]).hashes[1]
 
 
+@pytest.mark.case("KVM-09")
 def test_salt_and_adapter_of_one_name_are_different_roots() -> None:
     roots = {root_hash(), root_hash(salt=b"X"), root_hash(lora=b"X"), root_hash(salt=b"X", lora=b"X")}
     assert len(roots) == 4
     assert set(chain_of([1] * 8, salt=b"X").hashes).isdisjoint(chain_of([1] * 8).hashes)
 
 
+@pytest.mark.case("KVM-08")
 def test_hashes_are_the_same_in_every_process() -> None:
     program = "from tests.test_blocks import chain_of; print(chain_of(list(range(256)), 16, b's').hashes[-1].hex())"
     printed = {

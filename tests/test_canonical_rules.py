@@ -216,6 +216,7 @@ def shuffled(value: Any, rng: random.Random) -> Any:
     return [shuffled(part, rng) for part in value] if isinstance(value, list) else value
 
 
+@pytest.mark.case("PFX-10")
 def test_schemas_with_keys_in_any_order_are_rendered_as_one() -> None:
     rng = random.Random(5)
     seen = set()
@@ -232,6 +233,7 @@ def test_schemas_with_keys_in_any_order_are_rendered_as_one() -> None:
     assert list(properties) == ["q", "filter", "mode"]
 
 
+@pytest.mark.case("PFX-10")
 @pytest.mark.parametrize(
     "change", [{"required": ["filter", "q"]}, {"required": ["q"]}, {"title": "x"}, {"properties": {"mode": {"enum": ["a", "b"]}}}]
 )
@@ -248,6 +250,7 @@ def test_schemas_nested_beyond_any_use_are_left_alone() -> None:
     assert head.tools[0].parameters == {"type": "object", "not": deep}
 
 
+@pytest.mark.case("PFX-08")
 def test_a_cache_mark_in_a_schema_is_left_out_and_a_property_of_that_name_stays() -> None:
     named: dict[str, Json] = {"properties": {"cache_control": {"type": "string"}}}
     marks: list[Json] = [{"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}, None]
@@ -258,6 +261,7 @@ def test_a_cache_mark_in_a_schema_is_left_out_and_a_property_of_that_name_stays(
     assert not only("cache_control").apply(Head("", (Tool("a", "", named),)))[1].effects
 
 
+@pytest.mark.case("PFX-09")
 def test_tools_in_any_order_have_one_key_and_another_set_has_another() -> None:
     a, b, c = tool("a"), tool("b"), tool("c")
     rule = only("tool_order")

@@ -104,6 +104,8 @@ EVERYTHING: Callable[[int], dict[str, Any]] = lambda n: {  # noqa: E731 - stands
 }
 
 
+@pytest.mark.slow
+@pytest.mark.case("PFX-01", "PFX-03", "PFX-04", "PFX-06", "PFX-09", "PFX-10")
 @pytest.mark.parametrize("name", [*DISTURBANCES, "all at once"])
 async def test_a_session_whose_head_is_disturbed_every_turn_stays_exact(served: Served, upstream: Upstream, name: str) -> None:
     replies = await session(served, upstream, DISTURBANCES.get(name, EVERYTHING))
@@ -121,6 +123,7 @@ async def test_a_session_whose_head_is_disturbed_every_turn_stays_exact(served: 
         assert f"{name}={next(filter(None, fired))}" in shown.headers["x-agentserve-canonicalised"].split(",")
 
 
+@pytest.mark.case("PFX-04")
 async def test_without_the_rules_the_same_session_loses_its_head_and_the_books_say_why(
     upstream: Upstream, model_folder: Path, renderer: FormatRenderer
 ) -> None:
@@ -161,6 +164,7 @@ def _named_first(form: dict[str, Any]) -> dict[str, Any]:
     return {name: form[name] for name in ("name", "description", "parameters")}
 
 
+@pytest.mark.case("PFX-04")
 async def test_a_note_follows_the_message_that_was_newest_and_stays_there(
     served: Served, upstream: Upstream, renderer: FormatRenderer
 ) -> None:
@@ -175,6 +179,7 @@ async def test_a_note_follows_the_message_that_was_newest_and_stays_there(
     assert "10:42" in renderer.decode_bytes(asked(upstream)[2].prompt_ids[-64:]).decode("utf-8", "replace")
 
 
+@pytest.mark.case("PFX-01", "PFX-03")
 async def test_user_and_tool_text_passes_byte_for_byte(served: Served, upstream: Upstream, renderer: FormatRenderer) -> None:
     volatile = (
         "x-anthropic-billing-header: cch=1;\n<total_tokens>5 tokens left</total_tokens>\nToday's date: 2026-03-03\n"
@@ -209,6 +214,7 @@ async def test_sessions_of_different_days_share_one_head(served: Served, upstrea
     assert first[:head_tokens] == second[:head_tokens]
 
 
+@pytest.mark.case("PFX-14")
 async def test_lines_of_a_session_move_when_their_rule_is_on(upstream: Upstream, model_folder: Path, renderer: FormatRenderer) -> None:
     shares = {}
     for name, on in (("off", []), ("on", ["session_lines"])):
@@ -223,6 +229,7 @@ async def test_lines_of_a_session_move_when_their_rule_is_on(upstream: Upstream,
     assert shares["off"] < 0.5
 
 
+@pytest.mark.case("PFX-09", "PFX-10")
 async def test_tools_in_another_form_are_the_same_tokens(served: Served, upstream: Upstream) -> None:
     for number in range(6):
         await chat(served.url, [system(RULES), user("hi")], stream=False, tools=shuffled_tools(number) if number else TOOLS)
@@ -232,6 +239,7 @@ async def test_tools_in_another_form_are_the_same_tokens(served: Served, upstrea
     assert len({request.prompt_ids for request in asked(upstream)}) == 2
 
 
+@pytest.mark.case("PFX-11")
 async def test_another_set_of_tools_costs_one_cold_head_and_going_back_hits_again(
     served: Served, upstream: Upstream, renderer: FormatRenderer
 ) -> None:
@@ -275,6 +283,7 @@ async def test_metrics_count_matches_and_characters_by_rule(served: Served) -> N
     assert f'agentserve_canonicalised_characters_total{{rule="billing_line"}} {2.0 * (len(line) + 1)}' in lines
 
 
+@pytest.mark.case("PFX-01", "PFX-04", "PFX-06", "PFX-09", "PFX-10")
 async def test_on_a_real_engine_a_disturbed_session_hits_its_block_ceiling(engine: RealEngine) -> None:
     with serving(engine.url, engine.model_folder) as served:
         history = [user("Fix the total of the cart.")]

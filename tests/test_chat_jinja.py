@@ -166,6 +166,8 @@ def test_what_is_rendered_step_by_step_is_the_templates_own_prompt(families: dic
     check()
 
 
+@pytest.mark.slow
+@pytest.mark.case("TOK-10")
 @every_family
 def test_the_next_prompt_starts_with_this_prompt_and_what_was_generated(families: dict[str, Loaded], family: str) -> None:
     loaded = families[family]
@@ -247,6 +249,7 @@ def test_a_turn_may_follow_system_text_alone(families: dict[str, Loaded], family
     assert loaded.tokenizer.decode_bytes(loaded.ids(Head("s"), [])).decode().endswith(ending)
 
 
+@pytest.mark.case("INP-12")
 def test_texts_pass_byte_for_byte_though_the_template_trims(families: dict[str, Loaded]) -> None:
     shown = families["llama3"].tokenizer.decode_bytes(families["llama3"].ids(Head(), [UserItem("  two  \n")])).decode()
     assert "\n\n  two  \n<|eot_id|>" in shown
@@ -380,6 +383,7 @@ UNSTABLE: dict[str, tuple[str, str, str, str]] = {
 }
 
 
+@pytest.mark.case("TOK-10")
 @pytest.mark.parametrize("change", UNSTABLE)
 def test_a_template_whose_prompts_do_not_only_grow_is_refused_with_what_shows_it(
     folders: Callable[[Family, str], Path], change: str

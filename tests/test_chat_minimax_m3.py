@@ -219,6 +219,8 @@ def test_what_is_rendered_is_parsed_to_the_same_meaning(
     check_item_equals_deltas(parser, deltas)
 
 
+@pytest.mark.slow
+@pytest.mark.case("TOK-10")
 @QUICK
 @given(system=texts, items=conversations(), generated=st.lists(st.integers(0, 8191), max_size=20), stopped=st.booleans(), more=texts)
 def test_the_next_prompt_starts_with_this_prompt_and_what_was_generated(
@@ -466,6 +468,8 @@ def as_function(tool: Tool) -> dict[str, object]:
     return {"type": "function", "function": {name: value for name, value in fields.items() if value}}
 
 
+@pytest.mark.slow
+@pytest.mark.case("TOK-10")
 @pytest.mark.parametrize("mode", ["adaptive", "enabled", "disabled"])
 def test_the_models_own_template_gives_the_same_ids(nano: Path, tokenizer: Tokenizer, mode: str) -> None:
     transformers = pytest.importorskip("transformers")

@@ -79,6 +79,8 @@ def test_deflate_without_its_zlib_frame_is_read_too() -> None:
     assert unpack(["deflate"], zlib.compress(data, wbits=-zlib.MAX_WBITS), [1, 2, 50]) == data
 
 
+@pytest.mark.slow
+@pytest.mark.case("HTTP-01")
 @every_coding
 def test_a_bomb_is_refused_within_a_step_of_the_limit(name: str) -> None:
     packed = bomb(name)
@@ -104,6 +106,7 @@ def test_a_zstd_window_beyond_8_mb_is_refused() -> None:
         unpack(["zstd"], packer.compress(b"{") + packer.compress(b"}") + packer.flush())
 
 
+@pytest.mark.case("HTTP-01")
 @every_coding
 def test_a_broken_stream_is_the_clients_fault(name: str) -> None:
     whole = pack([name], b'{"messages": []}' * 100)

@@ -75,6 +75,7 @@ def test_reading_on_from_any_step_gives_the_rest(conversation: tuple[Head, list[
     assert list(found.steps(end)) == steps[number + 1 :]
 
 
+@pytest.mark.case("INP-07", "INP-09", "INP-10")
 @pytest.mark.parametrize("form", FORMS, ids=NAMES)
 @pytest.mark.parametrize(
     "items",
@@ -97,6 +98,7 @@ def test_histories_of_odd_order_are_read_as_they_stand(form: Form, items: list[I
     assert read(form, json.dumps(form.body(Head("s"), items)).encode()) == (Head("s"), items)
 
 
+@pytest.mark.case("INP-10")
 @pytest.mark.parametrize("form", FORMS, ids=NAMES)
 @pytest.mark.parametrize("items", [[], [SystemItem("s")], [UserItem("a"), AssistantItem("pre")]])
 def test_a_history_that_asks_nothing_is_refused(form: Form, items: list[Item]) -> None:
@@ -178,6 +180,7 @@ async def test_a_session_goes_on_from_dialect_to_dialect(served: Served, upstrea
     assert served.server.namespaces.num_sessions == 1
 
 
+@pytest.mark.case("TOK-14")
 @pytest.mark.anyio
 @pytest.mark.parametrize("form", FORMS, ids=NAMES)
 async def test_a_call_that_was_cut_is_no_tool_call_and_can_be_replayed(served: Served, upstream: Upstream, form: Form) -> None:
@@ -201,6 +204,7 @@ async def test_a_call_that_was_cut_is_no_tool_call_and_can_be_replayed(served: S
     assert starts_with(asked(upstream)[1], asked(upstream)[0])
 
 
+@pytest.mark.case("PAR-08")
 @pytest.mark.anyio
 @pytest.mark.parametrize("form", FORMS, ids=NAMES)
 async def test_fields_that_say_nothing_to_the_model_change_no_token(served: Served, upstream: Upstream, form: Form) -> None:
@@ -219,6 +223,8 @@ async def test_fields_that_say_nothing_to_the_model_change_no_token(served: Serv
     assert len({request.prompt_ids for request in asked(upstream)}) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.case("SSE-01")
 @pytest.mark.anyio
 async def test_bytes_split_anywhere_give_whole_characters_in_every_stream(served: Served, upstream: Upstream) -> None:
     say, path = "北京 café 🛒 “q”", "目录/ü🙂.py"
@@ -236,6 +242,8 @@ async def test_bytes_split_anywhere_give_whole_characters_in_every_stream(served
         assert (said.text, said.calls[0].arguments) == (say, {"path": path})
 
 
+@pytest.mark.slow
+@pytest.mark.case("SSE-05")
 @pytest.mark.anyio
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("form", FORMS, ids=NAMES)
@@ -265,6 +273,7 @@ def raw_bodies() -> dict[str, bytes]:
     }
 
 
+@pytest.mark.case("INP-05", "INP-06", "HTTP-06")
 @pytest.mark.anyio
 async def test_no_body_is_a_server_error(served: Served) -> None:
     for path in (*(form.path for form in FORMS), "/v1/messages/count_tokens"):

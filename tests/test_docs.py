@@ -40,6 +40,7 @@ from model.tokenizer import Tokenizer
 from prefix_cache.hits import Cause, account
 from prefix_cache.mirror import Mirror
 from replays.report import Percentiles, Report, WarmupReport
+from tests.cases import CASES, held_by
 
 REFERENCE = ROOT / "docs" / "reference"
 CONCEPTS = ROOT / "docs" / "concepts"
@@ -235,6 +236,12 @@ def test_every_key_of_the_report_is_documented_and_no_other() -> None:
 def test_every_command_is_documented_and_no_other() -> None:
     headings = re.findall(r"^## agentserve (\S+)$", (REFERENCE / "cli.md").read_text(), re.MULTILINE)
     assert_same(REFERENCE / "cli.md", headings, [name for name in build_cli() if not name.startswith("-")])
+
+
+def test_every_kind_of_case_has_tests_or_says_why_not_and_no_test_is_marked_with_another() -> None:
+    tests = held_by()
+    assert not set(tests) - set(CASES)
+    assert not [label for label, case in CASES.items() if not case.open and label not in tests]
 
 
 def test_every_benchmark_is_documented_and_no_other() -> None:

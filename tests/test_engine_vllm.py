@@ -81,6 +81,7 @@ def start_up(
 EVENTS = st.lists(st.binary(min_size=1).filter(lambda data: not {10, 13} & set(data)), max_size=8)
 
 
+@pytest.mark.case("SSE-02")
 @given(EVENTS, st.sampled_from([b"\n", b"\r\n"]), st.lists(st.integers(1, 40), min_size=1))
 def test_events_are_the_same_however_their_bytes_are_cut(events: list[bytes], end: bytes, sizes: list[int]) -> None:
     stream = b": a comment" + end + end + b"".join(b"id: 1" + end + b"data: " + data + end + end for data in events)
@@ -92,6 +93,7 @@ def test_events_are_the_same_however_their_bytes_are_cut(events: list[bytes], en
     assert got == events
 
 
+@pytest.mark.case("SSE-02")
 def test_an_event_of_megabytes_arrives_whole() -> None:
     data = b"x" * 3_000_000
     stream = b"data:" + data + b"\n\n"
@@ -99,6 +101,7 @@ def test_an_event_of_megabytes_arrives_whole() -> None:
     assert [event for at in range(0, len(stream), 4096) for event in parser.feed(stream[at : at + 4096])] == [data]
 
 
+@pytest.mark.case("SSE-02")
 def test_the_data_lines_of_one_event_are_joined() -> None:
     assert SseParser().feed(b"data: a\ndata:\ndata:  b\n\n") == [b"a\n\n b"]
 
@@ -107,6 +110,7 @@ def test_an_event_without_its_blank_line_is_not_delivered() -> None:
     assert SseParser().feed(b"data: half\n") == []
 
 
+@pytest.mark.case("TRC-04")
 @pytest.mark.parametrize(("details", "cached"), [(b'{"cached_tokens":0}', 0), (b'{"cached_tokens":5}', 5), (b"null", None)])
 def test_no_cached_tokens_and_unknown_cached_tokens_stay_apart(details: bytes, cached: int | None) -> None:
     usage = b'{"prompt_tokens":9,"completion_tokens":4,"total_tokens":13,"prompt_tokens_details":%b}' % details
@@ -348,6 +352,7 @@ async def test_an_engine_without_the_generate_route_is_asked_for_completions(sta
     assert paths == [b"/v1/completions"]
 
 
+@pytest.mark.case("UPS-04")
 @pytest.mark.anyio
 async def test_a_request_into_a_connection_that_the_engine_had_closed_is_sent_once_more() -> None:
     seen: list[int] = []
@@ -366,6 +371,7 @@ async def test_a_request_into_a_connection_that_the_engine_had_closed_is_sent_on
     assert seen == [0, 1]
 
 
+@pytest.mark.case("UPS-04")
 @pytest.mark.anyio
 async def test_a_request_is_never_sent_a_third_time() -> None:
     seen: list[int] = []

@@ -39,6 +39,7 @@ async def run(handler: Handler, client: Client, silence_seconds: float = 0.05) -
     await exchange({"type": "http"}, client.receive, client.send)
 
 
+@pytest.mark.case("SSE-10")
 async def test_nothing_is_sent_behind_the_end_though_the_client_reads_slowly() -> None:
     client = Client()
 

@@ -27,6 +27,7 @@ turns = st.builds(
 )
 
 
+@pytest.mark.case("KVM-11")
 @given(turns)
 def test_causes_add_up_to_what_was_missed(hits: TurnHits) -> None:
     if hits.actual is None:
@@ -87,12 +88,14 @@ def test_a_hit_beyond_what_we_saw_raises_the_ceiling() -> None:
     assert hits.missed == {Cause.NEW: 488}
 
 
+@pytest.mark.case("KVM-11")
 @pytest.mark.parametrize(("actual", "shown", "clamped"), [(-7680, 0, 7680), (1200, 1000, 200), (500, 500, 0)])
 def test_counts_outside_the_prompt_are_clamped_and_counted(actual: int, shown: int, clamped: int) -> None:
     hits = account(num_prompt_tokens=1000, ceiling=0, block_size=None, actual=actual)
     assert (hits.actual, hits.num_clamped_tokens) == (shown, clamped)
 
 
+@pytest.mark.case("TRC-04")
 def test_unknown_is_not_zero() -> None:
     totals = HitTotals()
     assert [totals.actual_hit_rate, totals.coverage] == [None] * 2

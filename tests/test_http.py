@@ -48,6 +48,7 @@ def check_refused(answer: RawAnswer, path: str, status: int) -> None:
 # Codings and framing ------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.case("HTTP-01")
 @every_form
 @pytest.mark.parametrize("coding", [*PACKERS, "gzip, zstd", "identity"])
 async def test_a_packed_body_says_the_same_as_a_plain_one(served: Served, upstream: Upstream, form: Form, coding: str) -> None:
@@ -70,6 +71,8 @@ async def test_codings_may_stand_in_two_headers(served: Served) -> None:
         assert (await client.answer()).status == 200
 
 
+@pytest.mark.slow
+@pytest.mark.case("HTTP-01")
 @every_form
 async def test_bodies_that_cannot_be_unpacked_are_refused_and_the_connection_goes_on(
     served: Served, upstream: Upstream, form: Form
@@ -90,6 +93,7 @@ async def test_bodies_that_cannot_be_unpacked_are_refused_and_the_connection_goe
         assert (await client.request(form.path, body)).status == 200
 
 
+@pytest.mark.case("HTTP-02")
 @every_form
 async def test_bodies_are_taken_up_to_the_limit_however_they_are_framed(upstream: Upstream, model_folder: Path, form: Form) -> None:
     limit = 1_000_000
@@ -113,6 +117,7 @@ async def test_bodies_are_taken_up_to_the_limit_however_they_are_framed(upstream
         assert_nothing_is_held(served)
 
 
+@pytest.mark.case("HTTP-02")
 async def test_a_chunked_body_of_8_mb_is_served(served: Served) -> None:
     body = json.dumps({"messages": [{"role": "user", "content": "hi"}], "metadata": {"pad": "word " * 1_600_000}}).encode()
     async with raw_client(served.url) as client:
@@ -120,6 +125,7 @@ async def test_a_chunked_body_of_8_mb_is_served(served: Served) -> None:
         assert (await client.answer()).status == 200
 
 
+@pytest.mark.case("HTTP-04")
 @every_form
 async def test_a_client_that_asks_whether_to_go_on_is_told_at_once(served: Served, form: Form) -> None:
     body = body_of(form)
@@ -137,6 +143,7 @@ async def test_a_client_that_asks_whether_to_go_on_is_told_at_once(served: Serve
 # Content ------------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.case("INP-02")
 @every_form
 async def test_a_body_that_is_not_utf_8_leaves_the_connection_usable(served: Served, upstream: Upstream, form: Form) -> None:
     async with raw_client(served.url) as client:
@@ -145,6 +152,7 @@ async def test_a_body_that_is_not_utf_8_leaves_the_connection_usable(served: Ser
         assert (await client.request(form.path, body_of(form))).status == 200
 
 
+@pytest.mark.case("INP-03")
 @every_form
 async def test_control_characters_arrive_as_they_were_sent(served: Served, upstream: Upstream, form: Form) -> None:
     odd = "W\0s\0l\0 \x01\b\x1b[31mred\x1b[0m \x7f\u2028\ufeff end"
@@ -163,6 +171,8 @@ def nested(depth: int) -> dict[str, Json]:
     return schema
 
 
+@pytest.mark.slow
+@pytest.mark.case("INP-05")
 @every_form
 @pytest.mark.parametrize("depth", [50, 60, 70, 200, 400])
 async def test_nested_schemas_and_arguments_are_served_up_to_the_written_depth(served: Served, form: Form, depth: int) -> None:
@@ -188,6 +198,7 @@ async def test_brackets_in_text_are_no_nesting(served: Served, form: Form) -> No
         assert (await client.request(form.path, body_of(form, text))).status == 200
 
 
+@pytest.mark.case("INP-05")
 @every_form
 async def test_bottomless_nesting_is_refused(served: Served, form: Form) -> None:
     async with raw_client(served.url) as client:
@@ -200,6 +211,7 @@ async def test_bottomless_nesting_is_refused(served: Served, form: Form) -> None
         assert (await client.request(form.path, body_of(form))).status == 200
 
 
+@pytest.mark.case("INP-06")
 @every_form
 async def test_of_a_key_that_comes_twice_the_last_value_counts(served: Served, upstream: Upstream, form: Form) -> None:
     field = b'"input"' if form.path == "/v1/responses" else b'"messages"'
@@ -212,6 +224,7 @@ async def test_of_a_key_that_comes_twice_the_last_value_counts(served: Served, u
     assert "first" not in text
 
 
+@pytest.mark.case("HTTP-06")
 @every_form
 async def test_what_web_pages_may_post_unasked_is_refused(served: Served, upstream: Upstream, form: Form) -> None:
     async with raw_client(served.url) as client:
@@ -222,6 +235,7 @@ async def test_what_web_pages_may_post_unasked_is_refused(served: Served, upstre
             assert (await client.request(form.path, body_of(form), {"content-type": kind})).status == 200
 
 
+@pytest.mark.case("HTTP-06")
 @pytest.mark.parametrize(
     ("method", "path", "body", "status"),
     [
@@ -249,6 +263,8 @@ async def test_wrong_requests_get_an_error_in_the_dialect_of_the_path(
 # Time ---------------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
+@pytest.mark.case("HTTP-07")
 async def test_slow_senders_are_cut_off_and_hold_up_nobody(upstream: Upstream, model_folder: Path) -> None:
     """Half of them dawdle in the head of their request, half in its body."""
     with serving(upstream.url, model_folder, limits_body_seconds=2) as served:
@@ -321,6 +337,7 @@ async def test_a_time_limit_on_requests_is_none_on_idle_connections(upstream: Up
 # Clients that leave -------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.case("HTTP-03")
 @every_form
 @pytest.mark.parametrize("reset", [False, True], ids=["close", "reset"])
 async def test_a_body_that_ends_early_leaves_nothing(served: Served, upstream: Upstream, form: Form, *, reset: bool) -> None:

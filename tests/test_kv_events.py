@@ -230,6 +230,7 @@ async def closed_twice(folder: Path) -> None:
         await subscriber.close()
 
 
+@pytest.mark.case("KVM-01", "KVM-04")
 @pytest.mark.parametrize(
     "scenario",
     [

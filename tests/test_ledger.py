@@ -44,6 +44,7 @@ def test_equal_items_lead_to_the_same_node_and_others_branch() -> None:
     ledger.check_integrity()
 
 
+@pytest.mark.case("TOK-04", "TOK-08")
 @pytest.mark.parametrize(
     "echo",
     [
@@ -62,6 +63,7 @@ def test_an_answer_that_comes_back_in_another_form_is_the_stored_answer(echo: As
     assert ledger.follow(head, [echo]) is node
 
 
+@pytest.mark.case("TOK-04")
 @pytest.mark.parametrize(
     "edited",
     [
@@ -82,6 +84,7 @@ def test_an_answer_that_the_client_changed_is_not_the_stored_answer(edited: Assi
     assert ledger.follow(head, [edited]) is None
 
 
+@pytest.mark.case("TOK-11")
 def test_user_and_tool_text_is_compared_byte_for_byte() -> None:
     ledger = Ledger()
     head = held_head(ledger)

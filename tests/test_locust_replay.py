@@ -68,6 +68,8 @@ def test_gaps_and_joins_are_kept_in_time(tmp_path: Path) -> None:
     assert parent[1].started - agent[1].ended == pytest.approx(1.0, abs=0.15)
 
 
+@pytest.mark.slow
+@pytest.mark.case("TRC-03")
 def test_the_warmup_primes_asks_for_one_token_and_is_apart(tmp_path: Path) -> None:
     sessions = [session(name, *(call(10.0 * turn, 640 + 128 * turn) for turn in range(20))) for name in ("one", "two")]
     kept = tmp_path / "records.jsonl"
@@ -88,6 +90,8 @@ def test_the_warmup_primes_asks_for_one_token_and_is_apart(tmp_path: Path) -> No
     assert all(5 <= index <= 15 for index in first.values())
 
 
+@pytest.mark.slow
+@pytest.mark.case("TRC-03")
 def test_a_drained_lane_takes_the_next_session_with_a_new_marker(tmp_path: Path) -> None:
     traces = written(tmp_path, session("one", call(0, 640), call(2, 704)), session("two", call(0, 640)))
     kept = tmp_path / "records.jsonl"
@@ -103,6 +107,8 @@ def test_a_drained_lane_takes_the_next_session_with_a_new_marker(tmp_path: Path)
     assert [names[play] for play in sorted(names)][:4] == ["one", "two", "one", "two"]
 
 
+@pytest.mark.slow
+@pytest.mark.case("TRC-02")
 def test_live_answers_are_sent_back_with_reasoning_calls_and_results(tmp_path: Path) -> None:
     traces = written(tmp_path, session("one", call(0, 640), call(5, 1280)))
     with serving(ChatUpstream(tool_calls=True)) as upstream:
@@ -114,6 +120,7 @@ def test_live_answers_are_sent_back_with_reasoning_calls_and_results(tmp_path: P
     assert len((result.content or "").split()) > 500
 
 
+@pytest.mark.case("TRC-02")
 def test_canned_answers_stand_whatever_the_server_says(tmp_path: Path) -> None:
     traces = written(tmp_path, session("one", call(0, 640), call(5, 1280)))
     with serving(ChatUpstream(tool_calls=True)) as upstream:
@@ -143,6 +150,8 @@ def test_a_full_context_ends_the_session_without_failing_the_run(tmp_path: Path)
     assert (report.requests, report.failed_requests, report.overflowed_requests) == (3, 0, 1)
 
 
+@pytest.mark.slow
+@pytest.mark.case("TRC-02")
 def test_the_same_trace_goes_cold_to_the_engine_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, picture = tmp_path / "report.json", tmp_path / "report.png"
     with serving(ChatUpstream(sessions=False)) as engine, serving(ChatUpstream(engine_url=engine.url)) as server:

@@ -117,6 +117,7 @@ def test_copies_are_counted() -> None:
     assert (mirror.match(hashes(A)), mirror.num_resident_blocks) == (3, 3)
 
 
+@pytest.mark.case("KVM-04")
 def test_a_reset_clears_at_once_and_counts_as_removal() -> None:
     mirror = fed(stored(A), AllBlocksCleared())
     assert (mirror.match(hashes(A)), mirror.num_resident_blocks) == (0, 0)
@@ -140,6 +141,7 @@ def test_a_full_engine_hash_in_bytes_works_as_a_short_one() -> None:
 # What must not be shared
 
 
+@pytest.mark.case("KVM-09")
 def test_salts_isolate() -> None:
     mirror = fed(stored(A, salt="tenant"))
     assert mirror.match(hashes(A)) == 0
@@ -147,6 +149,7 @@ def test_salts_isolate() -> None:
     assert mirror.match(hashes(A, salt=b"tenant")) == 4
 
 
+@pytest.mark.case("KVM-09")
 def test_adapters_isolate_also_from_a_salt_of_the_same_name() -> None:
     event = stored(A)
     event.lora_name = "X"
@@ -156,6 +159,7 @@ def test_adapters_isolate_also_from_a_salt_of_the_same_name() -> None:
     assert mirror.match(hashes(A, salt=b"X")) == 0
 
 
+@pytest.mark.case("KVM-09")
 def test_blocks_with_images_match_no_text_from_there_on() -> None:
     event = stored(A)
     event.extra_keys = [None, [["image-1", 2]], None, None]
@@ -164,6 +168,7 @@ def test_blocks_with_images_match_no_text_from_there_on() -> None:
     assert mirror.num_resident_blocks == 4
 
 
+@pytest.mark.case("KVM-06")
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
 def test_only_full_attention_groups_count_in_any_order(order: tuple[int, ...]) -> None:
     mamba = [BlockStored([77], None, list(A[-4:]), BLOCK, group_idx=group, kv_cache_spec_kind="mamba") for group in range(3)]
@@ -175,6 +180,7 @@ def test_only_full_attention_groups_count_in_any_order(order: tuple[int, ...]) -
     assert mirror.match(hashes(A)) == 4
 
 
+@pytest.mark.case("KVM-06")
 def test_the_hit_is_the_minimum_over_groups() -> None:
     second = stored(A, kind="full_attention", group=1)
     mirror = fed(stored(A, kind="full_attention", group=0), second, removed(second, 2))
@@ -182,6 +188,7 @@ def test_the_hit_is_the_minimum_over_groups() -> None:
     assert mirror.was_removed(hashes(A)[2])
 
 
+@pytest.mark.case("KVM-07")
 def test_other_block_sizes_earn_nothing_and_are_shown() -> None:
     mirror = Mirror(16)
     mirror.apply(0, batch(BlockStored([1], None, list(range(128)), 128)))
@@ -189,6 +196,7 @@ def test_other_block_sizes_earn_nothing_and_are_shown() -> None:
     assert (mirror.event_block_size, mirror.num_ignored_events) == (128, 1)
 
 
+@pytest.mark.case("KVM-07")
 def test_other_media_are_ignored() -> None:
     event = stored(A)
     other = BlockStored(event.block_hashes, None, [], 0, medium="CPU")
@@ -223,6 +231,7 @@ def test_memory_is_bounded_when_removals_get_lost() -> None:
 # The order of things
 
 
+@pytest.mark.case("KVM-01")
 def test_a_gap_is_reported_and_filled_in_order() -> None:
     event = stored(A)
     mirror = fed(*[stored(B)] * 10)
@@ -237,6 +246,7 @@ def test_a_gap_is_reported_and_filled_in_order() -> None:
     assert (mirror.num_duplicate_batches, mirror.num_restarts, mirror.is_suspect) == (1, 0, False)
 
 
+@pytest.mark.case("KVM-02")
 def test_a_late_replay_does_not_bring_removed_blocks_back() -> None:
     a, b, c = stored(A), stored(B), stored([9] * 8)
     mirror = fed(*[BlockRemoved([])] * 5)
@@ -247,6 +257,7 @@ def test_a_late_replay_does_not_bring_removed_blocks_back() -> None:
     assert [mirror.match(hashes(ids)) for ids in (A, B, [9] * 8)] == [0, 3, 2]
 
 
+@pytest.mark.case("KVM-01")
 def test_duplicates_do_not_count_as_copies() -> None:
     event = stored(A)
     mirror = Mirror(BLOCK)
@@ -257,6 +268,7 @@ def test_duplicates_do_not_count_as_copies() -> None:
     assert (mirror.num_duplicate_batches, mirror.num_restarts) == (3, 0)
 
 
+@pytest.mark.case("KVM-01")
 @pytest.mark.parametrize("oldest", [13, None])
 def test_a_gap_that_cannot_be_replayed_empties_the_mirror(oldest: int | None) -> None:
     mirror = fed(*[stored(A)] * 10)
@@ -271,6 +283,7 @@ def test_a_gap_that_cannot_be_replayed_empties_the_mirror(oldest: int | None) ->
     assert not mirror.was_removed(hashes(A)[0])
 
 
+@pytest.mark.case("KVM-03")
 def test_joining_in_the_middle_asks_for_the_beginning() -> None:
     mirror = Mirror(BLOCK)
     gap = mirror.apply(137, batch(stored(A), at=137.0))
@@ -281,6 +294,7 @@ def test_joining_in_the_middle_asks_for_the_beginning() -> None:
     assert (mirror.match(hashes(A)), mirror.match(hashes(B))) == (4, 3)
 
 
+@pytest.mark.case("KVM-03")
 def test_numbers_that_start_again_clear_the_mirror() -> None:
     mirror = fed(stored(A), stored(A), stored(A))
     assert mirror.apply(0, batch(stored(B), at=50.0)) is None
@@ -305,6 +319,7 @@ def test_late_copies_of_a_long_replay_are_no_restart() -> None:
     assert (mirror.num_restarts, mirror.num_duplicate_batches, mirror.num_resident_blocks) == (0, 2995, 3000)
 
 
+@pytest.mark.case("KVM-03")
 def test_a_restart_whose_first_batches_are_lost_asks_for_them() -> None:
     mirror = Mirror(BLOCK)
     mirror.apply(137, batch(stored(A), at=137.0))
@@ -317,6 +332,7 @@ def test_a_restart_whose_first_batches_are_lost_asks_for_them() -> None:
     assert not mirror.is_suspect
 
 
+@pytest.mark.case("KVM-03")
 def test_a_restart_hidden_in_a_gap_shows_in_the_batch_before_it() -> None:
     mirror = fed(*[stored(A)] * 10)
     assert mirror.apply(15, batch(stored(B), at=115.0)) == Gap(10, 15)
@@ -327,6 +343,7 @@ def test_a_restart_hidden_in_a_gap_shows_in_the_batch_before_it() -> None:
     assert (mirror.gap, mirror.match(hashes(A)), mirror.match(hashes(B)), mirror.match(hashes([14] * 4))) == (None, 0, 3, 1)
 
 
+@pytest.mark.case("KVM-02")
 def test_waiting_batches_are_bounded() -> None:
     mirror = Mirror(BLOCK, max_held_batches=10)
     mirror.apply(0, batch(stored(A)))
@@ -392,6 +409,7 @@ def history(rng: random.Random, num_batches: int) -> tuple[list[EventBatch], lis
     return batches, prompts
 
 
+@pytest.mark.case("KVM-02")
 @settings(max_examples=400, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 40))
 def test_any_schedule_of_losses_and_replays_ends_in_the_same_set(seed: int, num_batches: int) -> None:
@@ -418,6 +436,7 @@ def test_any_schedule_of_losses_and_replays_ends_in_the_same_set(seed: int, num_
 # Correction by usage
 
 
+@pytest.mark.case("KVM-05")
 def test_an_empty_mirror_learns_from_the_first_turn() -> None:
     """A fresh server before a warm engine without old events: the engine announces only what is new."""
     mirror = Mirror(BLOCK)
@@ -431,6 +450,7 @@ def test_an_empty_mirror_learns_from_the_first_turn() -> None:
     assert (mirror.num_under_predictions, mirror.num_over_predictions) == (1, 0)
 
 
+@pytest.mark.case("KVM-05")
 def test_events_that_come_after_the_usage_are_tied_to_it() -> None:
     mirror = Mirror(BLOCK)
     mirror.lose(0)
@@ -443,6 +463,7 @@ def test_events_that_come_after_the_usage_are_tied_to_it() -> None:
     assert mirror.was_removed(hashes(A)[2])
 
 
+@pytest.mark.case("KVM-04", "UPS-06")
 def test_a_silent_reset_costs_one_wrong_prediction() -> None:
     mirror = fed(stored(A), stored(B))
     predicted = mirror.predict(hashes(A), 17)
@@ -472,6 +493,7 @@ def test_a_miss_while_events_are_missing_is_no_contradiction() -> None:
     assert mirror.match(hashes(B)) == 3
 
 
+@pytest.mark.case("UPS-06")
 def test_a_suspect_mirror_is_trusted_again_after_a_run_of_right_predictions() -> None:
     mirror = fed(stored(A))
     mirror.lose(1)

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import aiohttp
+import pytest
 
 from agentserve.engines.kv_events import KvEventSubscriber
 from prefix_cache.blocks import HashChain
@@ -71,6 +72,7 @@ async def playing(engine: RealEngine, *, replays: bool, seed: int) -> AsyncItera
         await subscriber.close()
 
 
+@pytest.mark.case("UPS-06")
 def test_predictions_equal_the_hits_of_an_engine_that_evicts(small_engine: RealEngine) -> None:
     async def scenario() -> None:
         async with playing(small_engine, replays=True, seed=1) as player:
@@ -84,6 +86,7 @@ def test_predictions_equal_the_hits_of_an_engine_that_evicts(small_engine: RealE
     asyncio.run(scenario())
 
 
+@pytest.mark.case("PAR-07")
 def test_salted_sessions_are_predicted_and_share_nothing(small_engine: RealEngine) -> None:
     async def scenario() -> None:
         async with playing(small_engine, replays=True, seed=2) as player:
@@ -97,6 +100,7 @@ def test_salted_sessions_are_predicted_and_share_nothing(small_engine: RealEngin
     asyncio.run(scenario())
 
 
+@pytest.mark.case("KVM-05")
 def test_a_mirror_that_joins_without_a_replay_is_right_from_the_second_turn_on(small_engine: RealEngine) -> None:
     async def scenario() -> None:
         sessions: list[list[int]] = [[] for _ in range(3)]

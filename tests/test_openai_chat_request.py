@@ -38,6 +38,7 @@ def test_text_and_parts_are_the_same_message(content: Any) -> None:
     assert items({"role": "user", "content": content}) == [UserItem("a\n b")]
 
 
+@pytest.mark.case("TOK-07")
 @pytest.mark.parametrize("content", [None, "", []])
 @pytest.mark.parametrize("arguments", ['{"n": 1}', ' {"n":1}\n', {"n": 1}])
 def test_forms_of_a_call_are_the_same_call(content: Any, arguments: Any) -> None:
@@ -45,11 +46,13 @@ def test_forms_of_a_call_are_the_same_call(content: Any, arguments: Any) -> None
     assert items(message, USER) == [AssistantItem("", None, (ToolCall("c", "f", {"n": 1}),)), UserItem("hi")]
 
 
+@pytest.mark.case("TOK-09")
 @pytest.mark.parametrize("field", ["reasoning", "reasoning_content"])
 def test_reasoning_is_read_under_both_of_its_names(field: str) -> None:
     assert items({"role": "assistant", "content": "x", field: "r"}, USER)[0] == AssistantItem("x", "r")
 
 
+@pytest.mark.case("TOK-14")
 def test_arguments_that_are_not_json_stay_text_and_big_integers_stay_exact() -> None:
     calls = [{"id": "a", "function": {"name": "f", "arguments": "{not json"}}]
     calls += [{"id": "b", "function": {"name": "f", "arguments": '{"n": 123456789012345678901234567890}'}}]
@@ -58,6 +61,7 @@ def test_arguments_that_are_not_json_stay_text_and_big_integers_stay_exact() -> 
     assert [call.arguments for call in found.calls] == ["{not json", {"n": 123456789012345678901234567890}]
 
 
+@pytest.mark.case("PFX-07")
 def test_only_leading_system_messages_form_the_head() -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     system = [{"role": "system", "content": "one"}, {"role": "developer", "content": "two"}]
@@ -67,6 +71,7 @@ def test_only_leading_system_messages_form_the_head() -> None:
     assert [item for _, step in found.steps(0) for item in step] == [UserItem("hi"), SystemItem("later")]
 
 
+@pytest.mark.case("INP-08")
 def test_tool_results_stand_in_call_order_and_unknown_ones_behind() -> None:
     calls = [{"id": i, "function": {"name": "f", "arguments": "{}"}} for i in ("a", "b")]
     results = [{"role": "tool", "tool_call_id": i, "content": i.upper()} for i in ("x", "b", "a")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
@@ -168,6 +169,7 @@ def test_a_forgotten_position_means_its_surviving_ancestor() -> None:
     assert tree.match(ids([1, 1, 3, 3, 5])).num_tokens == again.num_tokens == 5
 
 
+@pytest.mark.case("KVM-15")
 def test_other_tokens_where_a_forgotten_branch_was_are_not_taken_for_it() -> None:
     tree = PrefixTree(5)
     trunk = tree.insert(ids([1, 1]))

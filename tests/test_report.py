@@ -88,12 +88,14 @@ def test_rates_are_sums_over_sums() -> None:
     assert report.ceiling_hit_rate == pytest.approx(2 * 96 / 1000)
 
 
+@pytest.mark.case("TRC-04")
 def test_what_plain_vllm_does_not_say_is_null_and_not_zero() -> None:
     report = make_report(run(record(turn=None, num_cached_tokens=None)))
     unknown = ("ceiling_hit_rate", "ceiling_block_hit_rate", "actual_hit_rate", "gpu_hit_rate", "kv_usage_peak", "kv_capacity_tokens")
     assert all(getattr(report, name) is None for name in (*unknown, "exact_turns", "unedited_turns", "missed_tokens", "preemptions"))
 
 
+@pytest.mark.case("TRC-04")
 def test_a_request_without_cached_tokens_is_left_out_of_the_rate_altogether() -> None:
     report = make_report(run(record(num_cached_tokens=None), record(num_prompt_tokens=100, num_cached_tokens=50)))
     assert report.actual_hit_rate == 0.5
@@ -140,6 +142,7 @@ def test_causes_are_summed_largest_first() -> None:
     assert list((report.missed_tokens or {}).items()) == [("new", 5), ("evicted", 3), ("tail", 1)]
 
 
+@pytest.mark.case("TRC-03")
 def test_hits_are_split_by_the_growth_of_the_engines_counters() -> None:
     samples = (sample(0.0, 0, 0, 1000, phase="warmup"), sample(1.0, 10, 0, 1010), sample(2.0, 60, 30, 1020))
     report = make_report(run(record(), samples=samples))

@@ -57,6 +57,7 @@ def test_input_as_text_or_items_is_the_same_message(given: Any) -> None:
     assert ResponsesConversation(request, (), input_items(request, unkept)).steps(0) == [(1, [UserItem("a b")])]
 
 
+@pytest.mark.case("SES-10")
 def test_items_of_one_turn_are_one_item_with_or_without_ids() -> None:
     said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Reading."}]}
     thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Look."}]}
@@ -75,6 +76,7 @@ def test_reasoning_without_text_is_reasoning_left_out(thought: dict[str, Any]) -
     assert items({"type": "reasoning", **thought}, said, USER)[0] == AssistantItem("x", None)
 
 
+@pytest.mark.case("PFX-07")
 def test_instructions_and_leading_system_messages_form_the_head_and_later_ones_keep_their_place() -> None:
     developer = {"role": "developer", "content": "two"}
     found = conversation(developer, USER, {"role": "system", "content": "late"}, USER, instructions="one")

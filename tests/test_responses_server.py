@@ -84,6 +84,7 @@ def parts(response: dict[str, Any]) -> list[tuple[str, Any]]:
     ]
 
 
+@pytest.mark.case("SSE-09")
 async def test_streamed_items_are_those_of_the_final_response_and_of_a_whole_answer(served: Served, upstream: Upstream) -> None:
     for script in (Script(say="Reading.", reason="Look.", calls=(CALL, CALL)), Script(say="", calls=(CALL,), ids_per_chunk=0), Script()):
         upstream.script(script, script)
@@ -113,6 +114,7 @@ async def test_usage_is_that_of_the_engine(served: Served, upstream: Upstream, s
         assert bool(prompt.num_cached_tokens) == bool(number)
 
 
+@pytest.mark.case("TOK-13")
 @pytest.mark.parametrize("stream", [True, False])
 async def test_an_answer_cut_at_its_limit_is_incomplete(served: Served, upstream: Upstream, stream: bool) -> None:
     upstream.script(Script(say="one two three four five six"))
@@ -148,6 +150,7 @@ async def test_two_turns_may_go_on_from_one_response(served: Served, upstream: U
         assert starts_with(asked(upstream)[-1], asked(upstream)[0])
 
 
+@pytest.mark.case("SES-10")
 async def test_a_whole_history_of_items_without_ids_stays_exact(served: Served, upstream: Upstream) -> None:
     """As Codex sends it: nothing is stored, and items come back without id and status, reasoning without its text."""
     items: list[dict[str, Any]] = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Open it."}]}]
@@ -181,6 +184,7 @@ async def test_items_that_are_kept_may_be_referred_to(served: Served, upstream: 
         assert (refused.status, refused.body["error"]["code"]) == (400, "item_not_found")
 
 
+@pytest.mark.case("SES-10")
 async def test_an_unknown_previous_response_is_an_error_and_never_an_answer_without_context(served: Served, upstream: Upstream) -> None:
     unstored = (await ask(served, "hi", store=False)).body["id"]
     for response_id in ("resp_unknown", unstored):
@@ -226,6 +230,7 @@ async def test_a_stream_that_breaks_ends_in_response_failed(served: Served, upst
     assert len(served.server.responses) == 0
 
 
+@pytest.mark.case("SSE-03")
 async def test_an_error_behind_keep_alives_is_still_a_whole_stream(upstream: Upstream, model_folder: Path) -> None:
     with serving(upstream.url, model_folder, limits_keep_alive_seconds=0.1) as served:
         upstream.script(Script(ttft_seconds=0.5, error_after_chunks=0), Script(say="late", ttft_seconds=0.5))
@@ -236,6 +241,7 @@ async def test_an_error_behind_keep_alives_is_still_a_whole_stream(upstream: Ups
         assert parts(final(late)) == [("message", "late")]
 
 
+@pytest.mark.case("PAR-03")
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_prompt_that_is_too_long_leaves_the_session_as_it_was(renderer: FormatRenderer, model_folder: Path, stream: bool) -> None:
     with in_thread(Upstream(renderer=renderer, max_model_len=1024)) as upstream, serving(upstream.url, model_folder) as served:

@@ -178,6 +178,7 @@ async def kinds(served: Served, session_id: str) -> dict[str, int]:
         return found
 
 
+@pytest.mark.case("SSE-07")
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 @pytest.mark.parametrize("dialect", ["chat", "messages", "responses"])
 async def test_a_tool_loop_stays_exact_on_a_real_engine(

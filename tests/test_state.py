@@ -266,6 +266,7 @@ async def test_a_session_that_is_deleted_while_the_store_is_down_is_removed_when
     assert wait_until(lambda: not store.keys("*:session:*"), seconds=20)
 
 
+@pytest.mark.case("PAR-07")
 async def test_nothing_crosses_api_keys(upstream: Upstream, model_folder: Path, store: RedisServer) -> None:
     options: dict[str, Any] = {"api_keys": ["ours", "theirs"], "state_url": store.url, **PATIENT}
     messages = [SYSTEM, user("hi")]
@@ -307,6 +308,7 @@ async def test_a_damaged_list_costs_a_turn_from_text_and_no_more(pair: tuple[Ser
         assert (await chat(pair[0].url, history, stream=False, headers={"x-session-id": "mine"})).turn == "exact"
 
 
+@pytest.mark.case("OPS-04")
 async def test_stored_turns_that_are_older_than_the_history_are_completed_from_text(
     pair: tuple[Served, Served], upstream: Upstream, store: RedisServer
 ) -> None:
@@ -324,6 +326,7 @@ async def test_stored_turns_that_are_older_than_the_history_are_completed_from_t
     assert after.turn == "exact"
 
 
+@pytest.mark.case("SES-09")
 async def test_state_that_is_gone_is_rebuilt_once(upstream: Upstream, model_folder: Path, store: RedisServer) -> None:
     messages = [SYSTEM]
     with serving(upstream.url, model_folder, state_url=store.url, **PATIENT) as served:
@@ -398,6 +401,7 @@ async def test_a_frozen_store_delays_few_turns_and_fails_none(upstream: Upstream
         assert_nothing_is_held(served)
 
 
+@pytest.mark.case("SES-09")
 async def test_a_killed_store_that_comes_back_empty_fails_no_turn(pair: tuple[Served, Served], store: RedisServer) -> None:
     messages = [SYSTEM, user("hi")]
     kinds = []
@@ -416,6 +420,7 @@ async def test_a_killed_store_that_comes_back_empty_fails_no_turn(pair: tuple[Se
     assert (await chat(pair[1].url, messages, stream=False, headers=NAMED)).turn == "exact"
 
 
+@pytest.mark.case("OPS-04")
 async def test_a_master_that_became_a_replica_is_written_to_again_when_it_is_one_no_more(
     pair: tuple[Served, Served], store: RedisServer
 ) -> None:

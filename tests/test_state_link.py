@@ -48,6 +48,7 @@ async def hang(_: Redis) -> bool:
     return True
 
 
+@pytest.mark.case("OPS-02")
 @pytest.mark.parametrize(
     ("events", "trace"),
     [
@@ -85,6 +86,7 @@ def test_the_breaker_follows_its_table(events: list[Failure | None], trace: list
     assert breaker.is_open == (bool(trace) and trace[-1])
 
 
+@pytest.mark.case("OPS-02")
 async def test_a_refused_connection_opens_at_once_and_costs_nothing_after_that(store: RedisServer) -> None:
     with running_redis() as gone:
         url = gone.url
@@ -96,6 +98,7 @@ async def test_a_refused_connection_opens_at_once_and_costs_nothing_after_that(s
         assert asyncio.get_running_loop().time() - started < 0.05
 
 
+@pytest.mark.case("OPS-02")
 async def test_a_busy_pool_is_no_outage(store: RedisServer) -> None:
     async with linked(store.url) as (link, failures):
         held = [asyncio.create_task(link.run(hang, 5.0)) for _ in range(MAX_CONNECTIONS)]
@@ -109,6 +112,7 @@ async def test_a_busy_pool_is_no_outage(store: RedisServer) -> None:
         assert await link.run(answer, 5.0)
 
 
+@pytest.mark.case("OPS-02")
 async def test_a_server_that_does_not_answer_opens_after_a_few_calls_and_a_probe_closes() -> None:
     with running_redis() as server:
         async with linked(server.url) as (link, failures):
@@ -177,6 +181,8 @@ class SlowProxy:
             loop.call_later(self._delay_seconds, write, data)
 
 
+@pytest.mark.slow
+@pytest.mark.case("OPS-03")
 async def test_cancelled_calls_never_leave_an_answer_for_the_next_one(store: RedisServer) -> None:
     """2,000 reads, many given up at a random moment by their caller or by their timeout: each that answers has what it asked for."""
     rng = random.Random(1)

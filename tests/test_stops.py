@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,6 +18,7 @@ def shown(stop: tuple[str, ...], pieces: list[str]) -> tuple[str, str]:
     return "".join(d.text for d in deltas if isinstance(d, TextDelta)), cutter.item(AssistantItem("".join(pieces))).text
 
 
+@pytest.mark.case("PAR-06")
 @given(st.lists(st.text("abc", max_size=4)), st.lists(st.text("abc", min_size=1, max_size=3), max_size=3))
 def test_the_text_ends_before_the_first_stop_string(pieces: list[str], stop: list[str]) -> None:
     text = "".join(pieces)
@@ -34,6 +36,7 @@ def test_the_text_ends_before_the_first_stop_string(pieces: list[str], stop: lis
         assert not any(s in got for s in stop)
 
 
+@pytest.mark.case("PAR-06")
 def test_a_half_stop_string_is_shown_when_the_answer_ends() -> None:
     assert shown(("fox jumps",), ["The quick fox", " ju"]) == ("The quick fox ju", "The quick fox ju")
 

@@ -62,6 +62,7 @@ def test_id_lists_may_be_short_whole_or_partial(tmp_path: Path, num_ids: int) ->
     assert len(read.root.requests[0].hash_ids) == num_ids
 
 
+@pytest.mark.case("TRC-01")
 @pytest.mark.parametrize(
     ("bad", "field"),
     [
@@ -90,6 +91,7 @@ def test_a_fault_is_named_by_its_field(tmp_path: Path, bad: dict[str, object], f
     assert caught.value.field == field
 
 
+@pytest.mark.case("TRC-01")
 def test_a_fault_in_a_line_file_is_named_by_its_line(tmp_path: Path) -> None:
     path = tmp_path / "traces.jsonl"
     path.write_bytes(b"\n" + msgspec.json.encode(session(call())) + b"\n\n" + msgspec.json.encode(session(call(out="x"), id="two")))
@@ -100,6 +102,7 @@ def test_a_fault_in_a_line_file_is_named_by_its_line(tmp_path: Path) -> None:
     assert (caught.value.row, caught.value.field) == (4, "requests[0].out")
 
 
+@pytest.mark.case("TRC-01")
 def test_malformed_json_and_bad_utf8_are_trace_errors(tmp_path: Path) -> None:
     for content in (b'{"id": "x"', b"\xff\xfe", b'{"id": "\xff"}'):
         path = tmp_path / "bad.json"
@@ -108,6 +111,7 @@ def test_malformed_json_and_bad_utf8_are_trace_errors(tmp_path: Path) -> None:
             TraceSet(path)[0]
 
 
+@pytest.mark.case("TRC-01")
 def test_byte_order_mark_crlf_and_blank_lines_are_accepted(tmp_path: Path) -> None:
     path = tmp_path / "traces.jsonl"
     lines = [msgspec.json.encode(session(call(), id=name)) for name in ("one", "two")]
@@ -147,6 +151,7 @@ def test_a_subagent_before_the_first_call_is_left_out(tmp_path: Path) -> None:
     assert read.num_requests == 1
 
 
+@pytest.mark.case("TRC-01")
 def test_a_shrinking_prompt_is_flagged(tmp_path: Path) -> None:
     read = written(tmp_path, session(call(), call(t=5, **{"in": 64, "hash_ids": [1]}), call(t=9, **{"in": 70, "hash_ids": [1]})))[0]
     assert [request.shrinks for request in read.root.requests] == [False, True, False]

@@ -48,6 +48,7 @@ async def fetch(url: str, method: str = "GET") -> tuple[int, str]:
         return response.status, await response.text()
 
 
+@pytest.mark.case("TOK-08")
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_session_with_tools_and_reasoning_stays_exact(served: Served, upstream: Upstream, stream: bool) -> None:
     messages = [SYSTEM, user("Fix the total.")]
@@ -69,6 +70,7 @@ async def test_a_session_with_tools_and_reasoning_stays_exact(served: Served, up
     assert len(served.server.namespaces.of(None).sessions) == 1
 
 
+@pytest.mark.case("INP-13")
 async def test_only_new_text_is_tokenised(served: Served, upstream: Upstream) -> None:
     messages = [SYSTEM, user("a " * 500)]
     encoded = []
@@ -82,6 +84,7 @@ async def test_only_new_text_is_tokenised(served: Served, upstream: Upstream) ->
     assert encoded[1] < 30
 
 
+@pytest.mark.case("TOK-01")
 async def test_generated_ids_are_kept_as_they_are_though_their_text_encodes_otherwise(
     served: Served, upstream: Upstream, renderer: FormatRenderer
 ) -> None:
@@ -95,6 +98,7 @@ async def test_generated_ids_are_kept_as_they_are_though_their_text_encodes_othe
     assert starts_with(asked(upstream)[1], asked(upstream)[0])
 
 
+@pytest.mark.case("TOK-04", "TOK-08", "TOK-09", "TOK-11")
 @pytest.mark.parametrize(
     "change",
     [
@@ -121,6 +125,7 @@ def _respaced(call: dict[str, Any]) -> str:
     return json.dumps(dict(reversed(arguments.items())), indent=2)
 
 
+@pytest.mark.case("SES-04")
 async def test_an_edit_forks_at_its_message_and_is_booked_as_one(served: Served, upstream: Upstream) -> None:
     messages = [SYSTEM, user("first " * 200)]
     for text in ("second " * 200, "third"):
@@ -139,6 +144,7 @@ async def test_an_edit_forks_at_its_message_and_is_booked_as_one(served: Served,
     assert asked(upstream)[-1].prompt_ids == asked(upstream)[2].prompt_ids
 
 
+@pytest.mark.case("SES-04")
 async def test_a_regenerated_answer_shares_the_whole_prompt(served: Served, upstream: Upstream) -> None:
     upstream.script(Script(say="left"), Script(say="right"))
     first = await chat(served.url, [user("hi")], stream=False, headers={"x-session-id": "s"})
@@ -159,6 +165,7 @@ async def test_an_answer_from_elsewhere_is_encoded_and_said_to_be_inexact(served
     assert later.turn == "exact"
 
 
+@pytest.mark.case("INP-08")
 async def test_tool_results_in_any_order_are_the_same_prompt(served: Served, upstream: Upstream) -> None:
     calls = tuple(ToolCall("", "read_file", {"path": name}) for name in ("a", "b", "c"))
     upstream.script(Script(say="", calls=calls))
@@ -193,6 +200,7 @@ async def test_actual_equals_the_block_ceiling_where_nothing_is_evicted(served: 
         messages += [reply.message, user("more " * 50)]
 
 
+@pytest.mark.case("SES-02")
 async def test_two_turns_of_one_session_at_once_both_stay_exact(served: Served, upstream: Upstream) -> None:
     first = await chat(served.url, [user("hi")], stream=False)
     history = [user("hi"), first.message]
@@ -216,6 +224,7 @@ async def test_a_whole_and_a_streamed_answer_are_the_same(served: Served, upstre
     assert whole.message == streamed.message
 
 
+@pytest.mark.case("PAR-06")
 async def test_stop_strings_end_the_answer_and_are_not_shown(served: Served, upstream: Upstream) -> None:
     upstream.script(Script(say="The quick brown fox jumps."))
     reply = await chat(served.url, [user("go")], stream=True, stop=["fox"])
@@ -225,6 +234,7 @@ async def test_stop_strings_end_the_answer_and_are_not_shown(served: Served, ups
     assert starts_with(asked(upstream)[1], asked(upstream)[0])
 
 
+@pytest.mark.case("TOK-13")
 async def test_an_answer_cut_at_max_tokens_is_closed_and_goes_on_exactly(served: Served, upstream: Upstream) -> None:
     upstream.script(Script(say="one two three four five six seven"))
     reply = await chat(served.url, [user("go")], stream=False, max_tokens=3)
@@ -234,6 +244,7 @@ async def test_an_answer_cut_at_max_tokens_is_closed_and_goes_on_exactly(served:
     assert starts_with(asked(upstream)[1], asked(upstream)[0])
 
 
+@pytest.mark.case("PAR-02", "PAR-03")
 async def test_a_prompt_beyond_the_context_is_refused_in_words_that_clients_know(model_folder: Path, renderer: FormatRenderer) -> None:
     with in_thread(Upstream(renderer=renderer, max_model_len=600)) as upstream, serving(upstream.url, model_folder) as served:
         reply = await chat(served.url, [user("word " * 2000)], stream=True)
@@ -247,6 +258,7 @@ async def test_a_prompt_beyond_the_context_is_refused_in_words_that_clients_know
         assert_nothing_is_held(served)
 
 
+@pytest.mark.case("UPS-03")
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(
     ("script", "status"),
@@ -281,6 +293,7 @@ async def test_an_engine_failure_in_the_middle_of_a_stream_is_an_error_event(ser
     assert (reply.done, reply.finish_reason) == (False, None)
 
 
+@pytest.mark.case("SSE-05")
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("script", [Script(ttft_seconds=30), Script(say="word " * 500, itl_seconds=0.02)], ids=["prefill", "decode"])
 async def test_a_client_that_leaves_stops_the_engine_within_a_second(
@@ -297,6 +310,7 @@ async def test_a_client_that_leaves_stops_the_engine_within_a_second(
     assert await asyncio.to_thread(wait_until, lambda: asked(upstream)[0].aborted_at is not None, 1.0)
 
 
+@pytest.mark.case("SSE-03")
 async def test_a_silent_stream_is_kept_alive(upstream: Upstream, model_folder: Path) -> None:
     with serving(upstream.url, model_folder, limits_keep_alive_seconds=0.1) as served:
         upstream.script(Script(say="late", ttft_seconds=0.6))
@@ -315,6 +329,7 @@ async def test_turns_beyond_the_limit_wait_and_past_the_queue_are_refused(upstre
         assert_nothing_is_held(served)
 
 
+@pytest.mark.case("PAR-07")
 async def test_api_keys_are_asked_for_and_nothing_crosses_them(upstream: Upstream, model_folder: Path) -> None:
     with serving(upstream.url, model_folder, api_keys=["key-a", "key-b"]) as served:
         for headers in (None, {"authorization": "Bearer wrong"}, {"authorization": "Bearer é"}):
@@ -419,6 +434,7 @@ async def test_appending_to_nothing_is_refused(served: Served, upstream: Upstrea
     assert not asked(upstream)
 
 
+@pytest.mark.case("TOK-01")
 async def test_two_sessions_that_say_the_same_each_keep_their_own_ids(served: Served, upstream: Upstream, renderer: FormatRenderer) -> None:
     newline = renderer.encode("\n")
     spellings = [(*renderer.encode("a"), *newline, *newline, renderer.stop_id), (*renderer.encode("a\n\n"), renderer.stop_id)]

@@ -54,6 +54,7 @@ def account(reply: Reply) -> dict[str, Any]:
     }
 
 
+@pytest.mark.case("TOK-08", "SSE-07")
 @pytest.mark.parametrize("stream", [True, False])
 async def test_sessions_with_tools_and_reasoning_are_exact_and_hit_their_block_ceiling(
     served: Served, engine: RealEngine, stream: bool
@@ -99,6 +100,7 @@ async def test_an_evicted_context_is_predicted_missing_and_booked_as_evicted(sma
         assert wrong <= 1, "predictions must follow the engine's events"
 
 
+@pytest.mark.case("SSE-05")
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_leaves_frees_the_engine(served: Served, engine: RealEngine, stream: bool) -> None:
     body = {"messages": [{"role": "user", "content": "write"}], "stream": stream, "max_tokens": 5000, "ignore_eos": True}

@@ -1,0 +1,1 @@
+"""The ledger under generated sessions: exactness, hits under disturbance, disconnects, long histories, a frozen state store."""
