@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import TypeAlias
 
+from agentserve.answers import kept_of
 from agentserve.canonical.canonicaliser import NO_FORM, Canonicaliser, Form
 from agentserve.conversation import Conversation
 from agentserve.errors import Unsupported
@@ -22,6 +24,8 @@ Steps: TypeAlias = Sequence[tuple[int | None, list[Item]]]
 
 SHORT_TEXT_CHARACTERS = 1_024
 """Encoded in about 0.1 ms."""
+MAX_CUT_CANDIDATES = 4
+"""Answers, the latest first, that an unknown one is compared with: those of a turn that was stopped and of its regenerations."""
 LONG_HEAD_CHARACTERS = 32_768
 """Heads above this are canonicalised off the event loop."""
 
@@ -191,6 +195,8 @@ class Places:
             place.move_to(ledger.tail(place.node), ledger)
             if not place.more:
                 place.matched, place.more = place.node, True
+            child = self._cut_answer(place, ledger, step)
+        if child is None:
             place.foreign = place.foreign or isinstance(step[0], AssistantItem)
             ids = await self._encode(self._pieces(place.node, step))
             place.num_encoded_tokens += len(ids)
@@ -198,6 +204,22 @@ class Places:
         place.move_to(child, ledger)
         if not place.more:
             place.matched = child
+
+    def _cut_answer(self, place: Place, ledger: Ledger, step: Sequence[Item]) -> Node | None:
+        """The node of a stored answer's beginning, as it comes back after the user has stopped it: ids stay, but for the one it ends in."""
+        item = step[0]
+        if not isinstance(item, AssistantItem):
+            return None
+        for stored in islice(ledger.answers(place.node), MAX_CUT_CANDIDATES):
+            assert stored.parent is not None
+            opening = self._opening(stored.parent)
+            generated = stored.ids[len(opening) :]
+            kept = kept_of(generated, item, self._chat.parser(stored.head.tools)) if list(stored.ids[: len(opening)]) == opening else None
+            if kept is not None:
+                rest = self._tokenizer.encode(kept.rest)
+                place.num_encoded_tokens += len(rest)
+                return ledger.append(stored.parent, step, [*opening, *generated[: kept.num_ids], *rest], generated=True)
+        return None
 
     async def _note(self, place: Place, ledger: Ledger) -> None:
         """Tell the model what the head would have said, where that differs from what it has read on this branch."""
