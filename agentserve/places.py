@@ -34,14 +34,16 @@ LONG_HEAD_CHARACTERS = 32_768
 class Place:
     """Where a prompt stands: its branch up to the last item (held), and the generation prompt that follows.
 
-    `matched` is the last node that was known before. `more`: items of the client follow it; `foreign`: an answer that was not given here is
-    among them. `twin_end`: how far the history was known under a head that differs only in what rules that are off would take out, tokens.
+    `matched` is the last node that was known before, `num_known` the client's messages behind the head up to there. `more`: items of the
+    client follow it; `foreign`: an answer that was not given here is among them. `twin_end`: how far the history was known under a head
+    that differs only in what rules that are off would take out, tokens.
     """
 
     node: Node
     form: Form
     matched: Node
     num_encoded_tokens: int = 0
+    num_known: int = 0
     more: bool = False
     foreign: bool = False
     twin_end: int = 0
@@ -87,6 +89,7 @@ class Places:
             place = await self._head(conversation, ledger, recall)
             tail = [place.form.key + digest for digest in conversation.tail()]
             start = 0 if astray else self._skip(place, ledger, tail)
+        place.num_known = start
         place.owner = session.id if session is not None else None
         ledger.hold(place.node)
         try:
@@ -95,6 +98,8 @@ class Places:
                 conversation, steps = await self._recalled(recall, place, ledger, conversation, steps)
             for end, step in steps:
                 await self._step(place, ledger, step)
+                if end is not None and not place.more:
+                    place.num_known = end
                 # A head that changes its bytes every turn would be remembered at each node: where it ended is enough.
                 if end is not None and place.more:
                     ledger.remember(conversation.chain[end - conversation.first], place.node, place.form)
@@ -133,12 +138,12 @@ class Places:
 
     def _follow(self, place: Place, ledger: Ledger, steps: Steps) -> Steps:
         """Go on through known steps; those that are left begin with one that is not known."""
-        for number, (_, step) in enumerate(steps):
+        for number, (end, step) in enumerate(steps):
             child = ledger.follow(place.node, step, place.owner)
             if child is None:
                 return steps[number:]
             place.move_to(child, ledger)
-            place.matched = child
+            place.matched, place.num_known = child, place.num_known if end is None else end
         return ()
 
     async def _recalled(
@@ -159,7 +164,7 @@ class Places:
         left = self._follow(again, ledger, whole.steps(0))
         if len(left) <= len(steps) or not recall.is_needed(again.node, left):
             place.move_to(again.node, ledger)
-            place.matched = again.matched
+            place.matched, place.num_known = again.matched, again.num_known
             conversation, steps = whole, left
         ledger.release(again.node)
         return conversation, steps

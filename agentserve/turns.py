@@ -51,6 +51,8 @@ class Plan:
     hits: TurnHits
     canonicalised: Mapping[str, Effect] = field(default_factory=dict)
     """What each canonicaliser rule that fired did to the head."""
+    edited_message: int | None = None
+    """Where the client changed its history: messages behind the head that are as they were before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,7 @@ class Turn:
             place.num_encoded_tokens,
             turns.books.preview(estimate, relation),
             place.form.effects,
+            place.num_known if relation.kind is TurnKind.EDITED else None,
         )
 
     async def deltas(self, stop: tuple[str, ...] = ()) -> AsyncGenerator[list[Delta], None]:

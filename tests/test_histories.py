@@ -68,6 +68,7 @@ async def test_a_result_that_is_replaced_forks_there_and_the_old_branch_goes_on(
     account = edited.usage["agentserve"]
     assert account["ceiling_tokens"] >= kept - 1
     assert account["missed_tokens"]["client_edit"] > 0
+    assert account["edited_message"] == at - 1
     restored = await chat(served.url, [*history, user("step 7")], stream=False, tools=TOOLS)
     assert restored.turn == "exact"
     assert starts_with(asked(upstream)[-1], latest)
@@ -87,6 +88,7 @@ async def test_a_reminder_that_goes_when_its_message_is_replayed_costs_that_mess
             assert common(now, before) > len(before.prompt_ids) - 40  # the reminder, and what opens the answer
             assert reply.usage is not None
             account = reply.usage["agentserve"]
+            assert account["edited_message"] == len(history) - 3
             assert account["ceiling_tokens"] >= common(now, before) - 1
             assert account["missed_tokens"]["client_edit"] > 0
             assert sum(account["missed_tokens"].values()) == reply.usage["prompt_tokens"] - now.num_cached_tokens
