@@ -112,12 +112,16 @@ class EngineUnavailable(EngineError):
 
 
 class EngineRefused(EngineError):
-    """The engine answered 4xx or 5xx to a request that this server accepted. Its 4xx and 503 are passed on, another 5xx is a 502."""
+    """The engine answered 4xx or 5xx to a request that this server accepted. Its 4xx and 503 are passed on, another 5xx is a 502.
+
+    `retry_after_seconds`: how long it asks to wait, where it does.
+    """
 
     def __init__(self, message: str, *, status: int, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message, param=param, code=code)
         self.status = status if status < 500 or status == 503 else EngineError.status
-        self.kind = "invalid_request_error" if status < 500 else EngineError.kind
+        self.kind = Busy.kind if status == Busy.status else "invalid_request_error" if status < 500 else EngineError.kind
+        self.retry_after_seconds: float | None = None
 
 
 class SetupError(AgentserveError):

@@ -22,6 +22,7 @@ from typing import TypeAlias
 
 import xxhash
 
+from agentserve.answers import without_inline_thought
 from agentserve.canonical.canonicaliser import Form
 from model.conversation import AssistantItem, Head, Item, SystemItem, ToolResultItem, UserItem, meaning
 
@@ -160,7 +161,20 @@ class Ledger:
         """The child of `node` that means the same as `step`: the latest of `owner`, else the latest; None if there is none.
 
         Reasoning must agree where the client sends one; a client that leaves it out matches any. Notes are looked through, latest first.
+        A text that begins with its reasoning in a tag is first what it says, then that reasoning and the rest.
         """
+        found = self._follow(node, step, owner)
+        if found is None and (split := without_inline_thought(step)) is not None:
+            found = self._follow(node, split, owner)
+        return found
+
+    def answers(self, node: Node) -> Iterator[Node]:
+        """The generated children of `node`, those behind its notes too; the latest first."""
+        for parent in (*reversed(node.children.get(NOTE, ())), node):
+            for same in reversed(parent.children.values()):
+                yield from (child for child in reversed(same) if child.generated)
+
+    def _follow(self, node: Node, step: Step, owner: str | None) -> Node | None:
         wanted, reasoning = _meaning(step), _reasoning_digest(step)
         found: Node | None = None
         for parent in (*reversed(node.children.get(NOTE, ())), node):

@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import TypeAlias
 
+from agentserve.answers import kept_of
 from agentserve.canonical.canonicaliser import NO_FORM, Canonicaliser, Form
 from agentserve.conversation import Conversation
 from agentserve.errors import Unsupported
@@ -22,6 +24,8 @@ Steps: TypeAlias = Sequence[tuple[int | None, list[Item]]]
 
 SHORT_TEXT_CHARACTERS = 1_024
 """Encoded in about 0.1 ms."""
+MAX_CUT_CANDIDATES = 4
+"""Answers, the latest first, that an unknown one is compared with: those of a turn that was stopped and of its regenerations."""
 LONG_HEAD_CHARACTERS = 32_768
 """Heads above this are canonicalised off the event loop."""
 
@@ -30,14 +34,16 @@ LONG_HEAD_CHARACTERS = 32_768
 class Place:
     """Where a prompt stands: its branch up to the last item (held), and the generation prompt that follows.
 
-    `matched` is the last node that was known before. `more`: items of the client follow it; `foreign`: an answer that was not given here is
-    among them. `twin_end`: how far the history was known under a head that differs only in what rules that are off would take out, tokens.
+    `matched` is the last node that was known before, `num_known` the client's messages behind the head up to there. `more`: items of the
+    client follow it; `foreign`: an answer that was not given here is among them. `twin_end`: how far the history was known under a head
+    that differs only in what rules that are off would take out, tokens.
     """
 
     node: Node
     form: Form
     matched: Node
     num_encoded_tokens: int = 0
+    num_known: int = 0
     more: bool = False
     foreign: bool = False
     twin_end: int = 0
@@ -83,6 +89,7 @@ class Places:
             place = await self._head(conversation, ledger, recall)
             tail = [place.form.key + digest for digest in conversation.tail()]
             start = 0 if astray else self._skip(place, ledger, tail)
+        place.num_known = start
         place.owner = session.id if session is not None else None
         ledger.hold(place.node)
         try:
@@ -91,6 +98,8 @@ class Places:
                 conversation, steps = await self._recalled(recall, place, ledger, conversation, steps)
             for end, step in steps:
                 await self._step(place, ledger, step)
+                if end is not None and not place.more:
+                    place.num_known = end
                 # A head that changes its bytes every turn would be remembered at each node: where it ended is enough.
                 if end is not None and place.more:
                     ledger.remember(conversation.chain[end - conversation.first], place.node, place.form)
@@ -129,12 +138,12 @@ class Places:
 
     def _follow(self, place: Place, ledger: Ledger, steps: Steps) -> Steps:
         """Go on through known steps; those that are left begin with one that is not known."""
-        for number, (_, step) in enumerate(steps):
+        for number, (end, step) in enumerate(steps):
             child = ledger.follow(place.node, step, place.owner)
             if child is None:
                 return steps[number:]
             place.move_to(child, ledger)
-            place.matched = child
+            place.matched, place.num_known = child, place.num_known if end is None else end
         return ()
 
     async def _recalled(
@@ -155,7 +164,7 @@ class Places:
         left = self._follow(again, ledger, whole.steps(0))
         if len(left) <= len(steps) or not recall.is_needed(again.node, left):
             place.move_to(again.node, ledger)
-            place.matched = again.matched
+            place.matched, place.num_known = again.matched, again.num_known
             conversation, steps = whole, left
         ledger.release(again.node)
         return conversation, steps
@@ -191,6 +200,8 @@ class Places:
             place.move_to(ledger.tail(place.node), ledger)
             if not place.more:
                 place.matched, place.more = place.node, True
+            child = self._cut_answer(place, ledger, step)
+        if child is None:
             place.foreign = place.foreign or isinstance(step[0], AssistantItem)
             ids = await self._encode(self._pieces(place.node, step))
             place.num_encoded_tokens += len(ids)
@@ -198,6 +209,22 @@ class Places:
         place.move_to(child, ledger)
         if not place.more:
             place.matched = child
+
+    def _cut_answer(self, place: Place, ledger: Ledger, step: Sequence[Item]) -> Node | None:
+        """The node of a stored answer's beginning, as it comes back after the user has stopped it: ids stay, but for the one it ends in."""
+        item = step[0]
+        if not isinstance(item, AssistantItem):
+            return None
+        for stored in islice(ledger.answers(place.node), MAX_CUT_CANDIDATES):
+            assert stored.parent is not None
+            opening = self._opening(stored.parent)
+            generated = stored.ids[len(opening) :]
+            kept = kept_of(generated, item, self._chat.parser(stored.head.tools)) if list(stored.ids[: len(opening)]) == opening else None
+            if kept is not None:
+                rest = self._tokenizer.encode(kept.rest)
+                place.num_encoded_tokens += len(rest)
+                return ledger.append(stored.parent, step, [*opening, *generated[: kept.num_ids], *rest], generated=True)
+        return None
 
     async def _note(self, place: Place, ledger: Ledger) -> None:
         """Tell the model what the head would have said, where that differs from what it has read on this branch."""

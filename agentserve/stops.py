@@ -44,6 +44,11 @@ class StopCutter:
         """The answer as the client saw it."""
         return replace(item, text="".join(self._shown)) if self._cut else item
 
+    @property
+    def has_cut(self) -> bool:
+        """Whether the engine has generated more than the client saw."""
+        return self._cut
+
     def _showable(self) -> int:
         """How many of the held characters may be shown; what follows a stop string is dropped."""
         found = [at for at in map(self._held.find, self._stop) if at >= 0]

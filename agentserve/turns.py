@@ -19,6 +19,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
 from admission.requests import AdmissionRequest
+from agentserve.answers import kept_of
 from agentserve.cache import CacheBooks, Estimate
 from agentserve.canonical.canonicaliser import Canonicaliser, Effect
 from agentserve.conversation import Conversation, TurnOptions
@@ -50,6 +51,8 @@ class Plan:
     hits: TurnHits
     canonicalised: Mapping[str, Effect] = field(default_factory=dict)
     """What each canonicaliser rule that fired did to the head."""
+    edited_message: int | None = None
+    """Where the client changed its history: messages behind the head that are as they were before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,7 @@ class Turn:
             place.num_encoded_tokens,
             turns.books.preview(estimate, relation),
             place.form.effects,
+            place.num_known if relation.kind is TurnKind.EDITED else None,
         )
 
     async def deltas(self, stop: tuple[str, ...] = ()) -> AsyncGenerator[list[Delta], None]:
@@ -116,8 +120,9 @@ class Turn:
                     yield shown
         if self._last.finish_reason is None:
             raise EngineError("the engine ended the stream without a finish reason")
+        self._check_count()
         shown = cutter.finish(self.parser.finish())
-        self.outcome = self._commit(cutter.item(self.parser.item()))
+        self.outcome = self._commit(cutter.item(self.parser.item()), has_hidden=cutter.has_cut)
         if self._kept is not None and self._turns.stored is not None:
             await self._turns.stored.settled(self._kept)  # before the client can send the next turn to another server
         if shown:
@@ -144,19 +149,38 @@ class Turn:
             prompt.extend(self._place.open_ids)
             self._turns.books.computed(prompt, len(prompt.ids))
 
-    def _commit(self, item: AssistantItem) -> Outcome:
-        """Step 6: the generated ids join the ledger as the engine sent them."""
+    def _seen(self, item: AssistantItem) -> tuple[list[int], list[int]]:
+        """The generated ids that `item` shows whole, and those of what it shows of the next one."""
+        if not item.text.strip() and item.reasoning is None:
+            return [], []
+        kept = kept_of(self._generated, item, self._turns.chat.parser(self._place.node.head.tools))
+        if kept is None:
+            return self._generated, []
+        return self._generated[: kept.num_ids], self._turns.tokenizer.encode(kept.rest)
+
+    def _check_count(self) -> None:
+        """A list of ids that lacks some is not what the engine has computed: it must never be sent again."""
+        usage, num_ids = self._last.usage, len(self._generated)
+        if usage is not None and num_ids < usage.num_generated_tokens:
+            self._generated.clear()
+            raise EngineError(f"the engine counts {usage.num_generated_tokens} generated tokens and has sent {num_ids}")
+
+    def _commit(self, item: AssistantItem, *, has_hidden: bool = False) -> Outcome:
+        """Step 6: the generated ids join the ledger as the engine sent them; those behind a stop string, which nobody saw, do not."""
         usage = self._last.usage
         prompt, node = self._session.prompt, self._place.node
+        computed, rest = self._seen(item) if has_hidden else (self._generated, [])
         if self._generated:
-            ids = [*self._place.open_ids, *self._generated]
+            ids = [*self._place.open_ids, *computed, *rest]
             node = self._namespace.ledger.append(self._place.node, (item,), ids, generated=True)
             lives_on = self._namespace.advance(self._session, node)
             if lives_on and self._turns.stored is not None:
                 self._kept = self._turns.stored.keep(self._namespace, self._session)
-        prompt.move_to(node)
+        prompt.move_to(node if not rest else self._place.node)
+        if rest:
+            prompt.extend([*self._place.open_ids, *computed])
         if self._generated:
-            self._turns.books.computed(prompt, node.end - 1)  # the last sampled token has no KV
+            self._turns.books.computed(prompt, len(prompt.ids) - 1)  # the last sampled token has no KV
         hits = self._turns.books.book(self._session, self._relation, self._estimate, usage.num_cached_tokens if usage else None, prompt)
         self._session.count_turn(self._relation.kind)
         reason = self._last.finish_reason or "abort"

@@ -69,7 +69,7 @@ def whole_app(server: Server) -> FastAPI:
 def answered() -> tuple[Plan, Outcome]:
     """A turn of which everything is known."""
     hits = account(num_prompt_tokens=100, ceiling=90, block_size=32, actual=32, predicted=64)
-    plan = Plan("s", TurnKind.EXACT, 100, 10, hits, {"clock": Effect(1, 20)})
+    plan = Plan("s", TurnKind.EXACT, 100, 10, hits, {"clock": Effect(1, 20)}, edited_message=3)
     return plan, Outcome(AssistantItem("x"), "stop", None, 1, Usage(100, 1, 32), hits)
 
 

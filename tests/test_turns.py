@@ -225,13 +225,18 @@ async def test_a_whole_and_a_streamed_answer_are_the_same(served: Served, upstre
 
 
 @pytest.mark.case("PAR-06")
-async def test_stop_strings_end_the_answer_and_are_not_shown(served: Served, upstream: Upstream) -> None:
+async def test_stop_strings_end_the_answer_and_are_not_shown(served: Served, upstream: Upstream, renderer: FormatRenderer) -> None:
     upstream.script(Script(say="The quick brown fox jumps."))
     reply = await chat(served.url, [user("go")], stream=True, stop=["fox"])
     assert (reply.message["content"], reply.finish_reason) == ("The quick brown ", "stop")
     more = await chat(served.url, [user("go"), reply.message, user("on")], stream=True)
     assert more.turn == "exact"
-    assert starts_with(asked(upstream)[1], asked(upstream)[0])
+    first, second = asked(upstream)
+    assert b"fox" in renderer.decode_bytes(first.generated_ids)
+    seen = next(n for n in range(len(first.generated_ids)) if renderer.decode_bytes(first.generated_ids[:n]).endswith(b"brown"))
+    kept = (*first.prompt_ids, *first.generated_ids[:seen])
+    assert second.prompt_ids[: len(kept)] == kept
+    assert b"fox" not in renderer.decode_bytes(second.prompt_ids)
 
 
 @pytest.mark.case("TOK-13")

@@ -13,6 +13,7 @@ def account(plan: Plan, outcome: Outcome) -> dict[str, Any]:
     figures = {
         "session_id": plan.session_id,
         "turn": plan.kind,
+        "edited_message": plan.edited_message,
         "encoded_tokens": plan.num_encoded_tokens,
         "ceiling_tokens": hits.ceiling,
         "ceiling_block_tokens": hits.ceiling_blocks,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentserve.errors import AgentserveError, Busy
+from agentserve.errors import AgentserveError, Busy, EngineRefused
 
 
 def error_body(error: AgentserveError) -> dict[str, Any]:
@@ -14,6 +14,6 @@ def error_body(error: AgentserveError) -> dict[str, Any]:
 
 def error_headers(error: AgentserveError) -> dict[str, str]:
     """Retry-After where waiting helps."""
-    if isinstance(error, Busy):
+    if isinstance(error, Busy | EngineRefused) and error.retry_after_seconds is not None:
         return {"retry-after": str(max(1, round(error.retry_after_seconds)))}
-    return {"retry-after": "2"} if error.status == 503 else {}
+    return {"retry-after": "2"} if error.status in (429, 503) else {}

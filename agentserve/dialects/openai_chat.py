@@ -136,6 +136,8 @@ def _refuse_unsupported(request: ChatRequest) -> None:
     choice = request.tool_choice
     if choice is not None and choice not in ("auto", "none"):
         raise Unsupported(f"tool_choice {choice!r} is not supported: use 'auto' or 'none'", param="tool_choice")
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequest("stream_options is for streams only: leave it out, or send stream: true", param="stream_options")
     for name in ("max_tokens", "max_completion_tokens"):
         value = getattr(request, name)
         if value is not None and value < 1:

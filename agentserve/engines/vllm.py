@@ -109,6 +109,9 @@ class VllmEngine:
         version = msgspec.json.decode(await self._get("/version"), type=_Version).version
         block_size, num_blocks = _kv_pool(await self.metrics())
         self.info = EngineInfo(f"vllm {version}", served.id, served.max_model_len, block_size, num_blocks)
+        if block_size is not None and block_size > served.max_model_len:
+            cure = "start the engine with a smaller --block-size"
+            _log.warning("no prefix can be cached: a block is longer than the context", block_size=block_size, cure=cure)
         self._route = self._asked_route or await self._find_route()
         _log.info("engine ready", url=self.url, engine=self.info.name, model=served.id, route=self._route.path, num_blocks=num_blocks)
 
@@ -162,7 +165,10 @@ class VllmEngine:
             raise self._unavailable(error) from error
         if response.status != 200:
             async with response:
-                raise read_refusal(await response.read(), response.status)
+                refusal = read_refusal(await response.read(), response.status)
+            asked = response.headers.get("Retry-After", "")
+            refusal.retry_after_seconds = float(asked) if asked.isascii() and asked.isdigit() else None  # a date would need equal clocks
+            raise refusal
         return response
 
     async def _send(self, body: Body, headers: dict[str, str], attempt: _Attempt) -> aiohttp.ClientResponse:

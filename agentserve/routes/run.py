@@ -148,6 +148,7 @@ class TurnRun:
             "turn",
             session=turn.plan.session_id,
             kind=turn.plan.kind.value,
+            edited_message=turn.plan.edited_message,
             num_prompt_tokens=turn.plan.num_prompt_tokens,
             num_generated_tokens=outcome.num_generated_tokens,
             ceiling=outcome.hits.ceiling,
