@@ -15,10 +15,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import uvloop
-from cyclopts import App, Parameter
+from cyclopts import App, Parameter, validators
 from rich.console import Console
 
+from agentserve import explain
 from agentserve.boot import running_server
 from agentserve.engines.embedded import WHAT_IS_REAL, EmbeddedEngine
 from agentserve.errors import AgentserveError, SetupError
@@ -29,6 +31,8 @@ from agentserve.web import web_server
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 """Where `make serve` listens and `make replay` looks, unless told otherwise."""
+
+PIPE_WIDTH = 180
 
 _console = Console(stderr=True, highlight=False)
 
@@ -151,11 +155,47 @@ def _print_settings() -> None:
     sys.stdout.write(settings_page())
 
 
+def wide_console() -> Console:
+    """Where tables go: as wide as the terminal, and wide in a file or a pipe."""
+    return Console() if sys.stdout.isatty() else Console(width=PIPE_WIDTH)
+
+
+def _explain(
+    session: str,
+    *,
+    url: str = DEFAULT_URL,
+    api_key: Annotated[str, Parameter(show_default=False)] = "",
+    limit: Annotated[int, Parameter(validator=validators.Number(gte=1, lte=1000))] = 100,
+    json: bool = False,
+) -> None:
+    """Show the turns of a session: hits, the cause of every miss, where it left its history; and what to do about what cost most.
+
+    Parameters
+    ----------
+    session
+        The session's id, as GET /v1/sessions lists it.
+    url
+        The server.
+    api_key
+        One of the server's API keys, if it has any: a session is seen by its own key only.
+    limit
+        Its latest turns, so many.
+    json
+        Print JSON: the turns, and the advice.
+    """
+    turns = explain.read_turns(url, session, api_key or None, limit)
+    if json:
+        sys.stdout.write(msgspec.json.encode({"session": session, "turns": turns, "advice": explain.advice(turns)}).decode() + "\n")
+    else:
+        explain.show(wide_console(), session, turns)
+
+
 def build_cli() -> App:
     """The whole command line; `replay`, `report` and `generate` join where their dependencies are installed."""
     app = App(name="agentserve", help="A session server for agentic coding in front of vLLM.", version=version("agentserve"))
     app.command(_serve_command(), name="serve")
     app.command(_print_settings, name="settings")
+    app.command(_explain, name="explain")
     if importlib.util.find_spec("replays") is not None:
         app.update(importlib.import_module("replays.cli").app)
     return app
