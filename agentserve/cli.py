@@ -22,6 +22,9 @@ from rich.console import Console
 
 from agentserve import explain
 from agentserve.boot import running_server
+from agentserve.doctor.read import Where, read
+from agentserve.doctor.show import as_json, show
+from agentserve.doctor.table import examine, is_healthy
 from agentserve.engines.embedded import WHAT_IS_REAL, EmbeddedEngine
 from agentserve.errors import AgentserveError, SetupError
 from agentserve.log import configure_log
@@ -190,12 +193,55 @@ def _explain(
         explain.show(wide_console(), session, turns)
 
 
+def _doctor(
+    *,
+    url: str = DEFAULT_URL,
+    engine_url: tuple[str, ...] = (),
+    lmcache_url: tuple[str, ...] = (),
+    model_folder: Path | None = None,
+    api_key: Annotated[str, Parameter(show_default=False)] = "",
+    engine_api_key: Annotated[str, Parameter(show_default=False)] = "",
+    concurrency: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 1024,
+    json: bool = False,
+) -> int:
+    """Look for what will cost hits or crash: in the running engine, LMCache, this host, and the server. Exit code 1 if something is found.
+
+    Parameters
+    ----------
+    url
+        The server, if one runs: it knows sessions, return gaps and whether events arrive.
+    engine_url
+        vLLM's own address; several where several share their cache. By default what the server says.
+    lmcache_url
+        HTTP address of each LMCache server; by default those that run on this host.
+    model_folder
+        Folder with the model's tokenizer and configuration; by default the one that the engine names.
+    api_key
+        One of the server's API keys, if it has any.
+    engine_api_key
+        The engine's API key, if it has one.
+    concurrency
+        Turns that are to run at once.
+    json
+        Print JSON.
+    """
+    where = Where(url, engine_url, lmcache_url, model_folder, api_key or None, engine_api_key or None, concurrency)
+    facts = read(where)
+    verdicts = examine(facts)
+    if json:
+        sys.stdout.write(as_json(verdicts, facts.unread).decode() + "\n")
+    else:
+        show(wide_console(), verdicts, facts.unread)
+    return 0 if is_healthy(verdicts) else 1
+
+
 def build_cli() -> App:
     """The whole command line; `replay`, `report` and `generate` join where their dependencies are installed."""
     app = App(name="agentserve", help="A session server for agentic coding in front of vLLM.", version=version("agentserve"))
     app.command(_serve_command(), name="serve")
     app.command(_print_settings, name="settings")
     app.command(_explain, name="explain")
+    app.command(_doctor, name="doctor")
     if importlib.util.find_spec("replays") is not None:
         app.update(importlib.import_module("replays.cli").app)
     return app

@@ -7,6 +7,7 @@ hand, and `tests/test_docs.py` compares its names with the code's.
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from cyclopts import App
 from agentserve import turns
 from agentserve.canonical.table import CANONICAL_RULES
 from agentserve.cli import build_cli, settings_page
+from agentserve.doctor.table import DOCTOR_CHECKS
 from agentserve.identity import IDENTITY_HEADERS, HeaderRow
 
 ROOT = Path(__file__).parents[1]
@@ -27,6 +29,7 @@ TREE: dict[str, str] = {
     "agentserve": "the server: HTTP, sessions, ledger, engines",
     "agentserve/canonical": "rules for what is volatile in system text and tools",
     "agentserve/dialects": "what clients speak: a request in, an answer out",
+    "agentserve/doctor": "what will cost hits or crash: facts, and a check a row",
     "agentserve/engines": "token ids in, token ids out: a running vLLM, or the embedded one",
     "agentserve/routes": "HTTP routes: parse, hand over, write",
     "agentserve/state": "sessions in Redis or Valkey, so that any server can take the next turn",
@@ -147,6 +150,14 @@ def rules() -> str:
     return "\n".join(rows) + "\n"
 
 
+def checks() -> str:
+    """The doctor's checks, in the order in which they are made."""
+    rows = ["| check | reads | why |", "|---|---|---|"]
+    for check in DOCTOR_CHECKS.values():
+        rows.append(f"| `{check.name}` | {check.reads} | {inspect.getdoc(check.look)} |")
+    return "\n".join(rows) + "\n"
+
+
 def commands() -> str:
     """Help of every command but `serve`, whose flags are the settings."""
     app = build_cli()
@@ -160,7 +171,14 @@ def _command(name: str, app: App) -> str:
     return f"## agentserve {name}\n\n{text.rstrip().replace(str(Path.home()), '~')}\n"
 
 
-PARTS: dict[str, Callable[[], str]] = {"tree": tree, "walk": walk, "identity": identity, "rules": rules, "commands": commands}
+PARTS: dict[str, Callable[[], str]] = {
+    "tree": tree,
+    "walk": walk,
+    "identity": identity,
+    "rules": rules,
+    "commands": commands,
+    "checks": checks,
+}
 
 
 def main() -> None:
