@@ -114,9 +114,11 @@ def _difference(old: Sequence[Node], new: Sequence[Node]) -> Difference:
     was, now = old[0], new[0]
     if now.meaning == was.meaning and now.reasoning != was.reasoning:
         return Difference.REASONING_CHANGED
-    if was.meaning in _meanings(new[1:]):
+    # What follows is the same again: then one stands for the other, also where a client says the same words often.
+    in_place = len(old) > 1 and len(new) > 1 and old[1].meaning == new[1].meaning
+    if not in_place and was.meaning in _meanings(new[1:]):
         return Difference.ITEM_INSERTED
-    if now.meaning in _meanings(old[1:]):
+    if not in_place and now.meaning in _meanings(old[1:]):
         return Difference.ITEM_MISSING
     if kind_of(was.shape) != kind_of(now.shape):
         return Difference.ITEM_REPLACED

@@ -97,3 +97,12 @@ def test_the_token_is_the_first_that_differs_also_inside_an_item() -> None:
     assert left is not None
     assert (left.difference, left.item, left.token, left.lost_tokens) == (Difference.TEXT_CHANGED, 1, 6, 4)
     assert divergence(old, grow(ledger, old, UserItem("more"))) is None
+
+
+def test_a_message_that_is_said_often_is_not_taken_for_an_inserted_one() -> None:
+    ledger = Ledger()
+    head = ledger.add_head(Head("s"), [1])
+    old = grow(ledger, head, UserItem("next"), AssistantItem("x"), UserItem("next"), AssistantItem("y"))
+    left = divergence(old, grow(ledger, head, UserItem("changed"), AssistantItem("x"), UserItem("next")))
+    assert left is not None
+    assert (left.difference, left.item) == (Difference.TEXT_CHANGED, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agentserve.doctor.facts import Facts, ProcessFacts
-from agentserve.doctor.verdict import Check, Verdict, apart, fine, found, unknown
+from agentserve.doctor.verdict import WHERE_TO_ASK, Check, Verdict, apart, fine, found, unknown
 
 SEED = "PYTHONHASHSEED"
 _SAME_SEED = f"start vLLM's and LMCache's processes with the same {SEED}, such as {SEED}=0"
@@ -13,6 +13,8 @@ def hash_seed(facts: Facts) -> Verdict:
     """Names differ between processes where their seed does, and where it is random for each."""
     processes = [engine.process for engine in facts.engines] + [one.process for one in facts.lmcache]
     shares = bool(facts.lmcache) or len(facts.engines) > 1 or bool(facts.engine.connectors)
+    if not shares and facts.engine.connectors is None:
+        return unknown("vLLM does not say over HTTP whether it has a KV connector that shares its block names", WHERE_TO_ASK)
     if not shares:
         return apart("one engine without a connector: nobody shares its block names")
     read = [process for process in processes if process is not None and process.environment is not None]
