@@ -24,7 +24,7 @@ from agentserve.doctor.table import DOCTOR_CHECKS, examine, is_healthy
 from agentserve.doctor.verdict import State
 from agentserve.engines.vllm_command import EmbeddedOptions
 from agentserve.errors import SetupError
-from benchmarks.doctor_plants import PLANTS, Plant, doctor_score, findings, healthy
+from benchmarks.doctor_plants import PLANTS, Plant, doctor_score, healthy
 from tests.real_engine import CACHE_FOLDER, RealEngine, real_engine
 from tests.serving import Served, chat, serving
 from tests.upstream import FormatRenderer, KvModel, Upstream, in_thread
