@@ -28,6 +28,7 @@ from agentserve.engines.vllm import VllmEngine
 from agentserve.engines.vllm_command import EmbeddedOptions
 from agentserve.errors import SetupError
 from agentserve.metrics import Metrics
+from agentserve.records import TurnLog
 from agentserve.server import Server
 from agentserve.sessions import Namespaces
 from agentserve.settings import EngineSettings, Settings, StateSettings
@@ -140,6 +141,8 @@ def build(settings: Settings, engine: Engine, tokenizer: Tokenizer, chat: ChatFo
         canonicaliser=choose(settings.canonicalise.mode, settings.canonicalise.on, settings.canonicalise.off),
         clock=clock,
         new_id=lambda: token_hex(12),
+        log=TurnLog(settings.sessions.turn_records),
+        wall_clock=_wall_clock,
         stored=stored_sessions(settings.state, partial(deployment, engine.info.model, tokenizer, chat), books, metrics, clock),
     )
     metrics.watch("waiting_turns", "Turns that wait for a ticket", lambda: room.num_waiting)
@@ -149,10 +152,15 @@ def build(settings: Settings, engine: Engine, tokenizer: Tokenizer, chat: ChatFo
     if mirror is not None:
         metrics.watch("kv_resident_tokens", "Tokens resident in the engine's KV cache, by its events", lambda: mirror.num_resident_tokens)
         metrics.watch("mirror_suspect", "1 while the mirror may not know all that is resident", lambda: mirror.is_suspect)
-    created = int(datetime.now(UTC).timestamp())
+    created = int(_wall_clock())
     responses = ResponseStore(settings.limits.stored_response_bytes)
     metrics.watch("stored_response_bytes", "JSON of stored Responses", lambda: responses.num_bytes)
     return Server(settings, engine, turns, namespaces, books, metrics, responses, created)
+
+
+def _wall_clock() -> float:
+    """Seconds since 1970."""
+    return datetime.now(UTC).timestamp()
 
 
 def deployment(model: str, tokenizer: Tokenizer, chat: ChatFormat) -> bytes:

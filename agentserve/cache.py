@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from agentserve.prompt import FlatPrompt
 from agentserve.sessions import Relation, Session
 from prefix_cache.blocks import BlockHash
-from prefix_cache.hits import HitTotals, TurnHits, account
+from prefix_cache.hits import NOWHERE, Elsewhere, HitTotals, TurnHits, account
+from prefix_cache.in_flight import Computing, InFlight
 from prefix_cache.mirror import Mirror
 from prefix_cache.tree import PrefixTree
 
@@ -30,6 +31,33 @@ class Estimate:
     """Behind the ceiling: would have been known but for a difference that the canonicaliser was told to pass."""
     departures: tuple[int, ...] = ()
     """The mirror's count of blocks that left, when this was estimated."""
+    elsewhere: Elsewhere = NOWHERE
+    """`in_flight` is known only when the request is sent, see `CacheBooks.send`."""
+
+    block_size: int = 1
+    """Of `hashes`, tokens."""
+
+    @property
+    def num_whole_blocks(self) -> int:
+        """Blocks of the prompt that can be hits."""
+        return min(len(self.hashes), max(0, self.num_prompt_tokens - 1) // self.block_size)
+
+
+@dataclass(slots=True)
+class Sent:
+    """A request that is at the engine: what it shares with running ones, and whether its blocks stay where they are."""
+
+    in_flight_start: int = 0
+    in_flight: int = 0
+    """From the one to the other, in tokens of the prompt, running requests were computing it when it was sent."""
+    computing: Computing = field(default_factory=Computing)
+    settled: tuple[int, ...] | None = None
+    """The mirror's departures when it had seen all blocks of the prompt stored; None before."""
+    num_looks: int = 0
+
+
+_MAX_LOOKS = 16
+"""Steps of a generation in which the mirror is asked whether it has seen the prompt's blocks; its events come as fast as the steps."""
 
 
 class CacheBooks:
@@ -39,27 +67,70 @@ class CacheBooks:
         self.block_size = block_size
         self.mirror = mirror
         self.tree = PrefixTree(ceiling_tokens)
+        self.in_flight = InFlight()
         self.totals = HitTotals()
 
-    def estimate(self, prompt: FlatPrompt, twin_end: int = 0) -> Estimate:
+    def estimate(self, prompt: FlatPrompt, twin_end: int = 0, offload: int = 0, other_replica: int = 0) -> Estimate:
         """Ceiling and prediction of the prompt as it stands. Costs what is new since the prompt was last looked at.
 
-        `twin_end`: how far its history was known under a head that differs only in volatile content, tokens.
+        `twin_end`: how far its history was known under a head that differs only in volatile content; `offload`: leading tokens that an
+        offload tier is expected to bring; `other_replica`: leading tokens that are resident at another engine. All in tokens.
         """
         prompt.position = self.tree.match(prompt.ids, prompt.position or self.tree.root(prompt.salt))
         num_tokens = len(prompt.ids)
         ceiling = min(prompt.position.num_tokens, num_tokens)
-        hashes = prompt.chain.hashes
-        volatile = max(0, twin_end - ceiling)
-        if self.mirror is None:
-            return Estimate(num_tokens, ceiling, None, hashes, volatile_tokens=volatile)
-        departures = self.mirror.departures
+        isolated = self.tree.elsewhere(prompt.ids, prompt.salt, beyond=ceiling)
+        estimate = Estimate(
+            num_tokens,
+            ceiling,
+            None,
+            prompt.chain.hashes,
+            volatile_tokens=max(0, twin_end - ceiling),
+            elsewhere=Elsewhere(isolation=isolated, offload=offload, other_replica=other_replica),
+            block_size=prompt.chain.block_size,
+        )
+        return estimate if self.mirror is None else self._predicted(self.mirror, estimate, prompt)
+
+    def _predicted(self, mirror: Mirror, estimate: Estimate, prompt: FlatPrompt) -> Estimate:
+        """`estimate` with what the mirror says."""
+        hashes, departures = estimate.hashes, mirror.departures
         start = prompt.num_resident_blocks if prompt.resident_as_of == departures else 0
-        predicted = self.mirror.predict(hashes, num_tokens, min(start, len(hashes)))
-        prompt.resident_as_of, prompt.num_resident_blocks = departures, predicted // self.mirror.block_size
-        resident = predicted // self.mirror.block_size
-        removed = tuple(map(self.mirror.was_removed, hashes[resident : ceiling // self.mirror.block_size]))
-        return Estimate(num_tokens, ceiling, None if self.mirror.is_suspect else predicted, hashes, resident, removed, volatile, departures)
+        predicted = mirror.predict(hashes, estimate.num_prompt_tokens, min(start, len(hashes)))
+        resident = predicted // mirror.block_size
+        prompt.resident_as_of, prompt.num_resident_blocks = departures, resident
+        return replace(
+            estimate,
+            predicted=None if mirror.is_suspect else predicted,
+            num_resident_blocks=resident,
+            removed=tuple(map(mirror.was_removed, hashes[resident : estimate.ceiling // mirror.block_size])),
+            departures=departures,
+        )
+
+    def send(self, estimate: Estimate) -> Sent:
+        """The request goes to the engine now. Needs its `prefilled`, whatever becomes of it."""
+        size, stop = estimate.block_size, estimate.num_whole_blocks
+        known = estimate.num_resident_blocks if self.mirror is not None else estimate.ceiling // size
+        start = min(known, stop)
+        end = self.in_flight.match(estimate.hashes, start, stop)
+        computing = self.in_flight.begin(estimate.hashes, start, stop)
+        return Sent(start * size, end * size, computing) if end > start else Sent(computing=computing)
+
+    def prefilled(self, sent: Sent) -> None:
+        """The engine has computed the prompt, or the request is over. Safe to call twice."""
+        self.in_flight.end(sent.computing)
+
+    def look(self, sent: Sent, estimate: Estimate) -> None:
+        """A step of the generation has come: note when the mirror has seen all of the prompt's blocks stored.
+
+        Events are in order, and the blocks of a running request stay. So a block that leaves after that moment left by a preemption.
+        """
+        if self.mirror is None or sent.settled is not None or sent.num_looks >= _MAX_LOOKS:
+            return
+        sent.num_looks += 1
+        stop, departures = estimate.num_whole_blocks, self.mirror.departures
+        start = min(estimate.num_resident_blocks, stop) if departures == estimate.departures else 0
+        if self.mirror.match(estimate.hashes[:stop], start) == stop:
+            sent.settled = departures
 
     def computed(self, prompt: FlatPrompt, num_tokens: int) -> None:
         """The engine has computed the first `num_tokens` of the prompt; no more than the last token may be beyond them."""
@@ -73,10 +144,10 @@ class CacheBooks:
                 ids.append(last)
 
     def book(
-        self, session: Session, relation: Relation, estimate: Estimate, num_cached_tokens: int | None, computed: FlatPrompt
+        self, session: Session, relation: Relation, estimate: Estimate, sent: Sent, num_cached_tokens: int | None, computed: FlatPrompt
     ) -> TurnHits:
         """Account for a request that the engine has answered; `computed` holds its prompt and what was generated."""
-        hits = self._account(estimate, relation, num_cached_tokens)
+        hits = self._account(estimate, relation, sent, num_cached_tokens)
         if self.mirror is not None and num_cached_tokens is not None:
             size = self.mirror.block_size
             num_blocks = max(0, len(computed.ids) - 1) // size
@@ -88,12 +159,15 @@ class CacheBooks:
 
     def preview(self, estimate: Estimate, relation: Relation) -> TurnHits:
         """The account before the engine has answered: `actual` and `missed` unknown."""
-        return self._account(estimate, relation, None)
+        return self._account(estimate, relation, Sent(), None)
 
-    def _account(self, estimate: Estimate, relation: Relation, num_cached_tokens: int | None) -> TurnHits:
+    def _account(self, estimate: Estimate, relation: Relation, sent: Sent, num_cached_tokens: int | None) -> TurnHits:
         shared = relation.shared_tokens
         if estimate.volatile_tokens:  # what is lost to these is not lost to an edit
             shared = max(shared, estimate.ceiling + estimate.volatile_tokens)
+        recomputed = self._recomputed(estimate, sent, 0, estimate.num_whole_blocks)
+        actual = num_cached_tokens or 0
+        first = max(0, actual) // estimate.block_size
         return account(
             num_prompt_tokens=estimate.num_prompt_tokens,
             ceiling=estimate.ceiling,
@@ -104,7 +178,18 @@ class CacheBooks:
             shared_tokens=shared,
             volatile_tokens=estimate.volatile_tokens,
             confirmed_evicted=self._evicted(estimate, num_cached_tokens),
+            in_flight=sent.in_flight - max(actual, sent.in_flight_start),
+            elsewhere=replace(estimate.elsewhere, in_flight=sent.in_flight),
+            recomputed_tokens=recomputed,
+            # What was resident when it was sent, left while it ran and is missing in its count: the count is of the run after that.
+            recomputed_in_gap=first < estimate.num_resident_blocks and self._recomputed(estimate, sent, first, first + 1) > 0,
         )
+
+    def _recomputed(self, estimate: Estimate, sent: Sent, start: int, stop: int) -> int:
+        """Tokens of the prompt's blocks `start` up to `stop` that this request computed a second time."""
+        if self.mirror is None or sent.settled is None or sent.settled == self.mirror.departures:
+            return 0
+        return self.mirror.num_returned_since(estimate.hashes[start:stop], sent.settled) * self.mirror.block_size
 
     def _evicted(self, estimate: Estimate, num_cached_tokens: int | None) -> int | None:
         """Tokens between hit and ceiling that are gone because the first missing block was seen to leave.

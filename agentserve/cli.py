@@ -15,11 +15,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import uvloop
-from cyclopts import App, Parameter
+from cyclopts import App, Parameter, validators
 from rich.console import Console
 
+from agentserve import explain
 from agentserve.boot import running_server
+from agentserve.doctor.read import Where, read
+from agentserve.doctor.show import as_json, show
+from agentserve.doctor.table import examine, is_healthy
 from agentserve.engines.embedded import WHAT_IS_REAL, EmbeddedEngine
 from agentserve.errors import AgentserveError, SetupError
 from agentserve.log import configure_log
@@ -30,6 +35,8 @@ from agentserve.web import web_server
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 """Where `make serve` listens and `make replay` looks, unless told otherwise."""
+
+PIPE_WIDTH = 180
 
 _console = Console(stderr=True, highlight=False)
 
@@ -152,12 +159,91 @@ def _print_settings() -> None:
     sys.stdout.write(settings_page())
 
 
+def wide_console() -> Console:
+    """Where tables go: as wide as the terminal, and wide in a file or a pipe."""
+    return Console() if sys.stdout.isatty() else Console(width=PIPE_WIDTH)
+
+
+def _explain(
+    session: str,
+    *,
+    url: str = DEFAULT_URL,
+    api_key: Annotated[str, Parameter(show_default=False)] = "",
+    limit: Annotated[int, Parameter(validator=validators.Number(gte=1, lte=1000))] = 100,
+    json: bool = False,
+) -> None:
+    """Show the turns of a session: hits, the cause of every miss, where it left its history; and what to do about what cost most.
+
+    Parameters
+    ----------
+    session
+        The session's id, as GET /v1/sessions lists it.
+    url
+        The server.
+    api_key
+        One of the server's API keys, if it has any: a session is seen by its own key only.
+    limit
+        Its latest turns, so many.
+    json
+        Print JSON: the turns, and the advice.
+    """
+    turns = explain.read_turns(url, session, api_key or None, limit)
+    if json:
+        sys.stdout.write(msgspec.json.encode({"session": session, "turns": turns, "advice": explain.advice(turns)}).decode() + "\n")
+    else:
+        explain.show(wide_console(), session, turns)
+
+
+def _doctor(
+    *,
+    url: str = DEFAULT_URL,
+    engine_url: tuple[str, ...] = (),
+    lmcache_url: tuple[str, ...] = (),
+    model_folder: Path | None = None,
+    api_key: Annotated[str, Parameter(show_default=False)] = "",
+    engine_api_key: Annotated[str, Parameter(show_default=False)] = "",
+    concurrency: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 1024,
+    json: bool = False,
+) -> int:
+    """Look for what will cost hits or crash: in the running engine, LMCache, this host, and the server. Exit code 1 if something is found.
+
+    Parameters
+    ----------
+    url
+        The server, if one runs: it knows sessions, return gaps and whether events arrive.
+    engine_url
+        vLLM's own address; several where several share their cache. By default what the server says.
+    lmcache_url
+        HTTP address of each LMCache server; by default those that run on this host.
+    model_folder
+        Folder with the model's tokenizer and configuration; by default the one that the engine names.
+    api_key
+        One of the server's API keys, if it has any.
+    engine_api_key
+        The engine's API key, if it has one.
+    concurrency
+        Turns that are to run at once.
+    json
+        Print JSON.
+    """
+    where = Where(url, engine_url, lmcache_url, model_folder, api_key or None, engine_api_key or None, concurrency)
+    facts = read(where)
+    verdicts = examine(facts)
+    if json:
+        sys.stdout.write(as_json(verdicts, facts.unread).decode() + "\n")
+    else:
+        show(wide_console(), verdicts, facts.unread)
+    return 0 if is_healthy(verdicts) else 1
+
+
 def build_cli() -> App:
     """The whole command line; `replay`, `report` and `generate` join where their dependencies are installed."""
     app = App(name="agentserve", help="A session server for agentic coding in front of vLLM.", version=version("agentserve"))
     app.command(_serve_command(), name="serve")
     app.command(_print_settings, name="settings")
     app.command(model_commands)
+    app.command(_explain, name="explain")
+    app.command(_doctor, name="doctor")
     if importlib.util.find_spec("replays") is not None:
         app.update(importlib.import_module("replays.cli").app)
     return app

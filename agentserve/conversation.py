@@ -61,10 +61,15 @@ class Conversation(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TurnOptions:
-    """What the client asked for beside the history. `sampling` in the engine's own names; `max_tokens` None: what is left."""
+    """What the client asked for beside the history. `sampling` in the engine's own names; `max_tokens` None: what is left.
+
+    `answer_id`: the answer's, under which a later turn may ask what has changed since. `since`: the id of such an answer.
+    """
 
     max_tokens: int | None = None
     sampling: Mapping[str, Json] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
     priority: int | None = None
     xargs: Mapping[str, Json] = field(default_factory=dict)
+    answer_id: str | None = None
+    since: str | None = None

@@ -43,7 +43,7 @@ class Node:
 
     `end` counts the tokens from the start of the prompt to the end of this node. A generated node holds the generation prompt and the
     generated ids as the engine sent them. `holds` counts the turns and session tips that keep it alive, `owner` is the session whose
-    turn ended here last. `notes`: by canonicaliser rule, what the notes up to here have told.
+    turn ended here last. `notes`: by canonicaliser rule, what the notes up to here have told. `said` tells an answer's text from its calls.
     """
 
     __slots__ = (
@@ -61,6 +61,7 @@ class Node:
         "owner",
         "parent",
         "reasoning",
+        "said",
         "shape",
     )
 
@@ -69,6 +70,7 @@ class Node:
         self.children: dict[bytes, list[Node]] = {}
         self.meaning = _meaning(step)
         self.reasoning = _reasoning_digest(step)
+        self.said = said(step)
         self.shape = None if isinstance(step, Head) else shape(step[-1])
         self.head: Head = step if isinstance(step, Head) else parent.head if parent else Head()
         self.ids = ids
@@ -119,6 +121,13 @@ def _reasoning_digest(step: Step | Head) -> bytes | None:
         return None
     assert item.reasoning is not None
     return xxhash.xxh3_128_digest(item.reasoning.strip().encode("utf-8", "surrogatepass"))
+
+
+def said(step: Step | Head) -> bytes | None:
+    """16 bytes that are equal for answers of equal text, whatever they call; None for anything but an answer."""
+    if isinstance(step, Head) or not isinstance(item := step[0], AssistantItem):
+        return None
+    return xxhash.xxh3_128_digest(item.text.strip().encode("utf-8", "surrogatepass"))
 
 
 def common_ancestor(one: Node, other: Node) -> Node | None:

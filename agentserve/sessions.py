@@ -58,6 +58,14 @@ class Session:
     num_turns: int = 0
     num_by_kind: dict[TurnKind, int] = field(default_factory=dict)
     totals: HitTotals = field(default_factory=HitTotals)
+    answers: OrderedDict[str, Node] = field(default_factory=OrderedDict)
+    """The ends of its latest turns by the answer's id, for a client that asks what has changed since."""
+
+    def name_answer(self, answer_id: str, node: Node) -> None:
+        """Let `answer_id` lead to `node`, the end of its turn."""
+        self.answers[answer_id] = node
+        if len(self.answers) > MAX_TIPS:
+            self.answers.popitem(last=False)
 
     @property
     def tip(self) -> Node | None:
@@ -78,7 +86,7 @@ class Session:
 
         `more`: new items follow `node`; `foreign`: an assistant item is among them.
         """
-        best, shared = self._nearest_tip(node)
+        best, shared = self.nearest_tip(node)
         if best is None:
             return Relation(TurnKind.INEXACT if foreign else TurnKind.FIRST)
         history = best.end - 1  # the last sampled token has no KV yet
@@ -91,14 +99,15 @@ class Session:
     def has_all_answers(self, node: Node) -> bool:
         """Whether every answer up to `node` stands in one of its branches."""
         step: Node | None = node
-        shared = self._nearest_tip(node)[1]
+        shared = self.nearest_tip(node)[1]
         while step is not shared and step is not None:
             if isinstance(step.shape, AssistantItem):
                 return False
             step = step.parent
         return True
 
-    def _nearest_tip(self, node: Node) -> tuple[Node | None, Node | None]:
+    def nearest_tip(self, node: Node) -> tuple[Node | None, Node | None]:
+        """The end of the branch that shares most with `node`, and where the two part; None, None without a branch."""
         best: Node | None = None
         best_shared: Node | None = None
         for tip in reversed(self.tips):
@@ -118,6 +127,7 @@ class Namespace:
         self.salt = salt
         self.ledger = Ledger()
         self.sessions: OrderedDict[str, Session] = OrderedDict()
+        self.totals = HitTotals()
         self._block_size = block_size
 
     def resolve(self, identity: Identity, node: Node | None, now: float, new_id: Callable[[], str]) -> Session:
@@ -138,6 +148,11 @@ class Namespace:
         while step is not None and step.parent is not None and step.owner is None:
             step.owner = session.id
             step = step.parent
+
+    def answered(self, answer_id: str, first: Session) -> Node | None:
+        """The end of the turn whose answer has this id, looked for in `first` before the other sessions; None if it is not known."""
+        sessions = (first, *self.sessions.values())
+        return next((session.answers[answer_id] for session in sessions if answer_id in session.answers), None)
 
     def advance(self, session: Session, node: Node) -> bool:
         """Make `node` the session's latest tip; a tip that it continues is replaced. False if the session has been ended meanwhile."""
@@ -162,6 +177,7 @@ class Namespace:
         """Drop a session and what only it held."""
         self.sessions.pop(session.id, None)
         session.prompt = self._new_prompt()
+        session.answers.clear()
         while session.tips:
             self.ledger.release(session.tips.popitem()[0])
 

@@ -58,6 +58,9 @@ class LimitSettings(Part):
 class SessionSettings(Part):
     ledger_tokens: int = Field(256_000_000, ge=1, description="Tokens that all ledgers may hold (15 bytes each); idle sessions go first.")
     idle_seconds: float = Field(6 * 3600.0, gt=0, description="A session unused for this long is forgotten, seconds.")
+    turn_records: int = Field(
+        50_000, ge=1, description="Turns whose figures are kept for GET /v1/sessions/ID/turns, over all sessions (about 1 kB each)."
+    )
     ceiling_tokens: int = Field(512_000_000, ge=1, description="Tokens that the ceiling index remembers (about 5 bytes each).")
 
 

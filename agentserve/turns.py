@@ -20,14 +20,16 @@ from dataclasses import dataclass, field
 
 from admission.requests import AdmissionRequest
 from agentserve.answers import kept_of
-from agentserve.cache import CacheBooks, Estimate
+from agentserve.cache import CacheBooks, Estimate, Sent
 from agentserve.canonical.canonicaliser import Canonicaliser, Effect
 from agentserve.conversation import Conversation, TurnOptions
+from agentserve.divergence import Divergence, divergence, volatile
 from agentserve.engines import Chunk, Engine, GenerateRequest, Usage
 from agentserve.errors import ContextTooLong, EngineError
 from agentserve.identity import Identity
 from agentserve.ledger import Node
 from agentserve.places import Place, Places
+from agentserve.records import TurnLog, TurnRecord
 from agentserve.sessions import Namespace, Namespaces, Relation, Session, TurnKind
 from agentserve.state.recall import Recall
 from agentserve.state.stored import StoredSessions
@@ -53,6 +55,27 @@ class Plan:
     """What each canonicaliser rule that fired did to the head."""
     edited_message: int | None = None
     """Where the client changed its history: messages behind the head that are as they were before."""
+    divergence: Divergence | None = None
+    """Where the prompt leaves the session's history."""
+    since: PromptChange | None = None
+    """What has changed since the answer that the client names; None if it names none."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptChange:
+    """How a prompt differs from that of an earlier answer. `divergence` None: it goes on from it; not `found`: that answer is not known."""
+
+    found: bool
+    divergence: Divergence | None = None
+
+
+@dataclass(slots=True)
+class Times:
+    """Of one turn, seconds of the server's clock."""
+
+    asked: float
+    granted: float = 0.0
+    first_token: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +104,8 @@ class Turn:
         relation: Relation,
         estimate: Estimate,
         request: GenerateRequest,
+        options: TurnOptions,
+        times: Times,
     ) -> None:
         self._turns = turns
         self._session = session
@@ -89,6 +114,8 @@ class Turn:
         self._relation = relation
         self._estimate = estimate
         self._request = request
+        self._answer_id = options.answer_id
+        self._times = times
         self._generated: list[int] = []
         self._kept: asyncio.Future[bool] | None = None
         self._num_reasoning_tokens = 0
@@ -104,7 +131,10 @@ class Turn:
             turns.books.preview(estimate, relation),
             place.form.effects,
             place.num_known if relation.kind is TurnKind.EDITED else None,
+            _divergence(session, place, relation, estimate),
+            _since(namespace, session, place, options.since),
         )
+        self._sent: Sent = turns.books.send(estimate)  # last: from here on there is something to give back
 
     async def deltas(self, stop: tuple[str, ...] = ()) -> AsyncGenerator[list[Delta], None]:
         """What the model says, as it says it; the engine's request is aborted if the iteration is closed early."""
@@ -129,7 +159,8 @@ class Turn:
             yield shown
 
     def abandon(self) -> None:
-        """Commit what was generated before the turn broke off. Does nothing after a whole turn."""
+        """Commit what was generated before the turn broke off. Does nothing more after a whole turn."""
+        self._turns.books.prefilled(self._sent)
         if self.outcome is None and self._generated:
             self.parser.finish()
             self._commit(self.parser.item())
@@ -142,12 +173,16 @@ class Turn:
                 stop_reason=chunk.stop_reason if chunk.stop_reason is not None else self._last.stop_reason,
                 usage=chunk.usage or self._last.usage,
             )
+        books = self._turns.books
+        books.look(self._sent, self._estimate)
         if not self._prefilled and chunk.ids:
             self._prefilled = True
+            self._times.first_token = self._turns.clock()
+            books.prefilled(self._sent)
             prompt = self._session.prompt
             prompt.move_to(self._place.node)
             prompt.extend(self._place.open_ids)
-            self._turns.books.computed(prompt, len(prompt.ids))
+            books.computed(prompt, len(prompt.ids))
 
     def _seen(self, item: AssistantItem) -> tuple[list[int], list[int]]:
         """The generated ids that `item` shows whole, and those of what it shows of the next one."""
@@ -174,6 +209,8 @@ class Turn:
             ids = [*self._place.open_ids, *computed, *rest]
             node = self._namespace.ledger.append(self._place.node, (item,), ids, generated=True)
             lives_on = self._namespace.advance(self._session, node)
+            if lives_on and self._answer_id is not None:
+                self._session.name_answer(self._answer_id, node)
             if lives_on and self._turns.stored is not None:
                 self._kept = self._turns.stored.keep(self._namespace, self._session)
         prompt.move_to(node if not rest else self._place.node)
@@ -181,12 +218,51 @@ class Turn:
             prompt.extend([*self._place.open_ids, *computed])
         if self._generated:
             self._turns.books.computed(prompt, len(prompt.ids) - 1)  # the last sampled token has no KV
-        hits = self._turns.books.book(self._session, self._relation, self._estimate, usage.num_cached_tokens if usage else None, prompt)
+        num_cached_tokens = usage.num_cached_tokens if usage else None
+        hits = self._turns.books.book(self._session, self._relation, self._estimate, self._sent, num_cached_tokens, prompt)
+        self._namespace.totals.add(hits)
         self._session.count_turn(self._relation.kind)
         reason = self._last.finish_reason or "abort"
         if reason == "stop" and item.calls and not self.parser.open_call:
             reason = "tool_calls"
+        self._turns.log.add(self._session, self._record(reason, hits))
         return Outcome(item, reason, self._last.stop_reason, len(self._generated), usage, hits, self._num_reasoning_tokens)
+
+    def _record(self, reason: str, hits: TurnHits) -> TurnRecord:
+        times, ended = self._times, self._turns.clock()
+        return TurnRecord(
+            self._session.num_turns,
+            self._relation.kind,
+            self._turns.wall_clock(),
+            times.granted - times.asked,
+            None if times.first_token is None else times.first_token - times.granted,
+            ended - times.asked,
+            reason,
+            self._place.num_encoded_tokens,
+            len(self._generated),
+            hits,
+            self.plan.divergence,
+        )
+
+
+def _divergence(session: Session, place: Place, relation: Relation, estimate: Estimate) -> Divergence | None:
+    """Where the prompt leaves what its session had, or what was known under a head that differs in volatile content only."""
+    if estimate.volatile_tokens:
+        return volatile(estimate.ceiling, estimate.volatile_tokens)
+    if relation.kind not in (TurnKind.EDITED, TurnKind.RETRY):
+        return None
+    history = session.nearest_tip(place.matched)[0]
+    return divergence(history, place.node) if history is not None else None
+
+
+def _since(namespace: Namespace, session: Session, place: Place, answer_id: str | None) -> PromptChange | None:
+    """What has changed since the prompt of the answer with this id."""
+    if answer_id is None:
+        return None
+    answer = namespace.answered(answer_id, session)
+    if answer is None or answer.parent is None:
+        return PromptChange(found=False)
+    return PromptChange(True, divergence(answer.parent, place.node))
 
 
 class Turns:
@@ -204,6 +280,8 @@ class Turns:
         canonicaliser: Canonicaliser,
         clock: Callable[[], float],
         new_id: Callable[[], str],
+        log: TurnLog,
+        wall_clock: Callable[[], float],
         stored: StoredSessions | None = None,
     ) -> None:
         self.engine = engine
@@ -214,7 +292,9 @@ class Turns:
         self.books = books
         self.room = room
         self.stored = stored
-        self._clock = clock
+        self.log = log
+        self.clock = clock
+        self.wall_clock = wall_clock
         self._new_id = new_id
 
     @asynccontextmanager
@@ -230,11 +310,12 @@ class Turns:
 
         With `onto`, the conversation holds only what follows that node.
         """
+        times = Times(self.clock())
         named = namespace.sessions.get(identity.session) if identity.session is not None else None
         recall = Recall(self.stored, namespace, identity) if self.stored is not None else None
         place = await self._places.find(conversation, namespace.ledger, onto, named, recall)
         turn: Turn | None = None
-        session = namespace.resolve(identity, place.matched, self._clock(), self._new_id)
+        session = namespace.resolve(identity, place.matched, self.clock(), self._new_id)
         namespace.own(place.node, session)
         session.running += 1
         try:
@@ -243,14 +324,15 @@ class Turns:
             resident = estimate.predicted or 0
             charge = estimate.num_prompt_tokens - resident + request.max_tokens
             async with self.room.ticket(AdmissionRequest(request.request_id, session.id, charge, resident)):
-                turn = Turn(self, session, namespace, place, relation, estimate, request)
+                times.granted = self.clock()
+                turn = Turn(self, session, namespace, place, relation, estimate, request, options, times)
                 yield turn
         finally:
             if turn is not None:
                 turn.abandon()
             namespace.ledger.release(place.node)
             session.running -= 1
-            session.used = self._clock()
+            session.used = self.clock()
             self.namespaces.trim(session.used)
 
     async def count(self, conversation: Conversation, namespace: Namespace) -> int:

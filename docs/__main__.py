@@ -7,6 +7,7 @@ hand, and `tests/test_docs.py` compares its names with the code's.
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from cyclopts import App
 from agentserve import turns
 from agentserve.canonical.table import CANONICAL_RULES
 from agentserve.cli import build_cli, settings_page
+from agentserve.doctor.table import DOCTOR_CHECKS
 from agentserve.identity import IDENTITY_HEADERS, HeaderRow
 from tests.cases import CASES, held_by
 
@@ -28,7 +30,9 @@ TREE: dict[str, str] = {
     "agentserve": "the server: HTTP, sessions, ledger, engines",
     "agentserve/canonical": "rules for what is volatile in system text and tools",
     "agentserve/dialects": "what clients speak: a request in, an answer out",
+    "agentserve/doctor": "what will cost hits or crash: facts, and a check a row",
     "agentserve/engines": "token ids in, token ids out: a running vLLM, or the embedded one",
+    "agentserve/engines/plugin": "what runs inside vLLM's own processes",
     "agentserve/routes": "HTTP routes: parse, hand over, write",
     "agentserve/state": "sessions in Redis or Valkey, so that any server can take the next turn",
     "prefix_cache": "blocks, ceiling, mirror of the engine's cache, hit accounting; no I/O",
@@ -151,6 +155,14 @@ def rules() -> str:
     return "\n".join(rows) + "\n"
 
 
+def checks() -> str:
+    """The doctor's checks, in the order in which they are made."""
+    rows = ["| check | reads | why |", "|---|---|---|"]
+    for check in DOCTOR_CHECKS.values():
+        rows.append(f"| `{check.name}` | {check.reads} | {inspect.getdoc(check.look)} |")
+    return "\n".join(rows) + "\n"
+
+
 def commands() -> str:
     """Help of every command but `serve`, whose flags are the settings."""
     app = build_cli()
@@ -185,6 +197,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "rules": rules,
     "commands": commands,
     "cases": cases,
+    "checks": checks,
 }
 
 

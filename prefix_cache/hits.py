@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
+from typing import TypeAlias
 
 
 class Cause(StrEnum):
@@ -41,6 +43,10 @@ class Cause(StrEnum):
     UNKNOWN = "unknown"
 
 
+Claims: TypeAlias = Iterable[tuple[Cause, int | None]]
+"""Causes with the tokens that each would explain, the first claim first."""
+
+
 @dataclass(frozen=True, slots=True)
 class TurnHits:
     """One request's account, in tokens. None is unknown, not zero. `missed` holds the causes above zero."""
@@ -53,6 +59,25 @@ class TurnHits:
     missed: Mapping[Cause, int] | None
     num_clamped_tokens: int = 0
     """By how much the engine's count lay outside 0 to num_prompt_tokens; seen after preemption, and never passed on."""
+    num_recomputed_tokens: int = 0
+    """Computed once more by this very request after a preemption. On top of `missed`, where the engine counts its first run only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """How much of a prompt's beginning was somewhere else when the prompt was sent, in tokens; 0: none of it, or nobody knows."""
+
+    in_flight: int = 0
+    """Computed, or being computed by a running request."""
+    isolation: int = 0
+    """Computed under another salt."""
+    offload: int = 0
+    """Expected to come from an offload tier."""
+    other_replica: int = 0
+    """Resident at another engine of the deployment."""
+
+
+NOWHERE = Elsewhere()
 
 
 def account(
@@ -67,12 +92,17 @@ def account(
     volatile_tokens: int = 0,
     confirmed_evicted: int | None = None,
     in_flight: int | None = None,
+    elsewhere: Elsewhere = NOWHERE,
+    recomputed_tokens: int = 0,
+    recomputed_in_gap: bool = False,
 ) -> TurnHits:
     """Book one request.
 
     `history_tokens` of this session had been computed, and this prompt left them after `shared_tokens` (equal where nothing was edited);
     `volatile_tokens` of what follows differ only by something canonicalisable. `confirmed_evicted` and `in_flight` are what is known of
-    the gap between ceiling and hit. Claims larger than their part of the prompt are cut, so that the causes always add up.
+    the gap between ceiling and hit; `elsewhere` is cut to the whole blocks that could have been hits. `recomputed_tokens` were computed
+    twice by this request; with `recomputed_in_gap` the engine's count is of its last run, so that they explain the gap. Claims larger than
+    their part of the prompt are cut, so that the causes always add up.
     """
     num_clamped_tokens = 0
     if actual is not None:
@@ -83,19 +113,66 @@ def account(
     ceiling = min(max(ceiling, actual or 0, 0), num_prompt_tokens)
     ceiling_blocks = None
     if block_size is not None:
-        aligned = max(0, min(ceiling, num_prompt_tokens - 1)) // block_size * block_size
-        ceiling_blocks = max(aligned, actual or 0)
+        ceiling_blocks = max(_whole(ceiling, num_prompt_tokens, block_size), actual or 0)
     missed = None
+    recomputed_tokens = min(max(recomputed_tokens, 0), num_prompt_tokens)
     if actual is not None:
-        edited = max(0, history_tokens - shared_tokens)
-        never_hit = _split(num_prompt_tokens - ceiling, ((Cause.VOLATILE, volatile_tokens), (Cause.CLIENT_EDIT, edited)), rest=Cause.NEW)
         reachable = ceiling if ceiling_blocks is None else ceiling_blocks
-        lost = _split(reachable - actual, ((Cause.EVICTED, confirmed_evicted), (Cause.IN_FLIGHT, in_flight)), rest=Cause.UNKNOWN)
-        missed = {cause: tokens for cause, tokens in (*never_hit, (Cause.TAIL, ceiling - reachable), *lost) if tokens}
-    return TurnHits(num_prompt_tokens, ceiling, ceiling_blocks, predicted, actual, missed, num_clamped_tokens)
+        ends = _whole_ends(elsewhere, num_prompt_tokens, block_size)
+        lost: Claims = (
+            (Cause.OFFLOAD_MISSING, ends.offload - actual),
+            (Cause.RECOMPUTED, recomputed_tokens if recomputed_in_gap else 0),
+            (Cause.OTHER_REPLICA, ends.other_replica - actual),
+            (Cause.EVICTED, confirmed_evicted),
+            (Cause.IN_FLIGHT, in_flight),
+        )
+        missed = _merged(
+            _split(reachable - actual, lost, rest=Cause.UNKNOWN),
+            _behind(num_prompt_tokens, reachable, ceiling, ends, volatile_tokens, max(0, history_tokens - shared_tokens)),
+        )
+        recomputed_tokens -= missed.get(Cause.RECOMPUTED, 0)
+    return TurnHits(num_prompt_tokens, ceiling, ceiling_blocks, predicted, actual, missed, num_clamped_tokens, recomputed_tokens)
 
 
-def _split(tokens: int, claims: Iterable[tuple[Cause, int | None]], rest: Cause) -> list[tuple[Cause, int]]:
+def _behind(
+    num_prompt_tokens: int, reachable: int, ceiling: int, ends: Elsewhere, volatile_tokens: int, edited_tokens: int
+) -> list[tuple[Cause, int]]:
+    """The causes of what lies behind the reachable part: what a twin was computing, what no whole block holds, what was never computed."""
+    in_flight = max(reachable, ends.in_flight)
+    known = max(ceiling, in_flight)
+    never: Claims = (
+        (Cause.VOLATILE, volatile_tokens),
+        (Cause.ISOLATION, ends.isolation - known),
+        (Cause.CLIENT_EDIT, edited_tokens),
+    )
+    due = _split(num_prompt_tokens - known, never, rest=Cause.NEW)
+    return [(Cause.IN_FLIGHT, in_flight - reachable), (Cause.TAIL, known - in_flight), *due]
+
+
+def _whole(num_tokens: int, num_prompt_tokens: int, block_size: int) -> int:
+    """What of the first `num_tokens` can be a hit: whole blocks, never the last token of the prompt."""
+    return max(0, min(num_tokens, num_prompt_tokens - 1)) // block_size * block_size
+
+
+def _whole_ends(ends: Elsewhere, num_prompt_tokens: int, block_size: int | None) -> Elsewhere:
+    def whole(num_tokens: int) -> int:
+        if block_size is None:
+            return min(max(num_tokens, 0), num_prompt_tokens)
+        return _whole(num_tokens, num_prompt_tokens, block_size)
+
+    return Elsewhere(whole(ends.in_flight), whole(ends.isolation), whole(ends.offload), whole(ends.other_replica))
+
+
+def _merged(*parts: list[tuple[Cause, int]]) -> dict[Cause, int]:
+    """The causes above zero, each once."""
+    missed: dict[Cause, int] = {}
+    for cause, tokens in chain(*parts):
+        if tokens:
+            missed[cause] = missed.get(cause, 0) + tokens
+    return missed
+
+
+def _split(tokens: int, claims: Claims, rest: Cause) -> list[tuple[Cause, int]]:
     """Share `tokens` out to the claims in order, each cut to what is left; what nobody claims goes to `rest`."""
     shares = []
     for cause, claimed in claims:
@@ -117,6 +194,7 @@ class HitTotals:
     actual: int = 0
     missed: dict[Cause, int] = field(default_factory=dict)
     num_clamped_turns: int = 0
+    num_recomputed_tokens: int = 0
     _aligned_prompt_tokens: int = 0
     _predicted_prompt_tokens: int = 0
     _actual_prompt_tokens: int = 0
@@ -126,6 +204,7 @@ class HitTotals:
         self.num_prompt_tokens += hits.num_prompt_tokens
         self.ceiling += hits.ceiling
         self.num_clamped_turns += hits.num_clamped_tokens > 0
+        self.num_recomputed_tokens += hits.num_recomputed_tokens
         if hits.ceiling_blocks is not None:
             self.ceiling_blocks += hits.ceiling_blocks
             self._aligned_prompt_tokens += hits.num_prompt_tokens

@@ -153,6 +153,11 @@ class Mirror:
         groups = zip(self._groups.values(), departures, strict=False)
         return any(group.removed_since(block_hash, before) for group, before in groups)
 
+    def num_returned_since(self, hashes: Sequence[BlockHash], departures: tuple[int, ...]) -> int:
+        """How many of the blocks left after `departures` was read and have been stored again."""
+        groups = zip(self._groups.values(), departures, strict=False)
+        return max((group.num_returned_since(hashes, before) for group, before in groups), default=0)
+
     def predict(self, hashes: Sequence[BlockHash], num_prompt_tokens: int, start: int = 0) -> int:
         """The engine's num_cached_tokens for this prompt, as far as we know: whole blocks, never the last token.
 

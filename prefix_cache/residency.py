@@ -130,6 +130,11 @@ class Residency:
         """Whether its removal was announced after there had been `num_departures`, also if it has been stored again."""
         return self._removed.get(block_hash, -1) > num_departures
 
+    def num_returned_since(self, hashes: Sequence[BlockHash], num_departures: int) -> int:
+        """How many of `hashes` left after there had been `num_departures`, and are back."""
+        removed, resolved = self._removed, self._resolved
+        return sum(removed.get(block_hash, -1) > num_departures and block_hash in resolved for block_hash in hashes)
+
     def contradicts(self, block_hash: BlockHash) -> bool:
         """Whether a miss of this block proves us wrong: announced as resident, and never as removed."""
         return block_hash in self._resolved and block_hash not in self._removed

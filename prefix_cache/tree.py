@@ -10,11 +10,14 @@ from __future__ import annotations
 import heapq
 from array import array
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
 _TOKENS_PER_NODE = 64
 """Where prompts are so short that nodes cost more than tokens, the bound counts nodes: one for each so many tokens of `max_tokens`."""
+
+_MAX_OTHERS = 64
 
 
 class _Node:
@@ -87,6 +90,17 @@ class PrefixTree:
         node, depth, namespace = self._walk(ids, start)
         self._touch(node)
         return Position(node, depth, namespace)
+
+    def elsewhere(self, ids: array[int], namespace: bytes, beyond: int = 0) -> int:
+        """How many leading tokens of `ids` are known in another namespace; 0 unless more than `beyond`. Counts as no use.
+
+        At most `_MAX_OTHERS` namespaces are looked at, the newest first.
+        """
+        longest = 0
+        for other in islice(reversed(self._roots), _MAX_OTHERS):
+            if other != namespace:
+                longest = max(longest, self._walk(ids, self.root(other))[1])
+        return longest if longest > beyond else 0
 
     def insert(self, ids: array[int], start: Position | None = None) -> Position:
         """Add the whole sequence `ids`, known to lead through `start`; return its end.

@@ -22,11 +22,14 @@ from agentserve.cli import build_cli
 from agentserve.dialects.account import account as usage_account
 from agentserve.dialects.anthropic_errors import ERROR_TYPES
 from agentserve.dialects.errors import error_headers
+from agentserve.divergence import Difference, Divergence
 from agentserve.engines import EngineInfo, Usage
 from agentserve.engines.vllm import VllmEngine
 from agentserve.errors import AgentserveError, Busy, EngineRefused, SetupError
 from agentserve.headers import plan_headers
 from agentserve.identity import Identity
+from agentserve.records import TurnRecord
+from agentserve.routes.cache import describe_engine, describe_turn
 from agentserve.routes.sessions import describe
 from agentserve.server import Server
 from agentserve.sessions import TurnKind
@@ -68,8 +71,9 @@ def whole_app(server: Server) -> FastAPI:
 @pytest.fixture
 def answered() -> tuple[Plan, Outcome]:
     """A turn of which everything is known."""
-    hits = account(num_prompt_tokens=100, ceiling=90, block_size=32, actual=32, predicted=64)
-    plan = Plan("s", TurnKind.EXACT, 100, 10, hits, {"clock": Effect(1, 20)}, edited_message=3)
+    hits = account(num_prompt_tokens=100, ceiling=90, block_size=32, actual=32, predicted=64, recomputed_tokens=32)
+    left = Divergence(Difference.TEXT_CHANGED, 3, "user", 40, 50)
+    plan = Plan("s", TurnKind.EXACT, 100, 10, hits, {"clock": Effect(1, 20)}, edited_message=3, divergence=left)
     return plan, Outcome(AssistantItem("x"), "stop", None, 1, Usage(100, 1, 32), hits)
 
 
@@ -220,9 +224,22 @@ def test_every_field_of_the_usage_and_of_a_session_is_documented(server: Server,
     assert set(re.findall(r"`(\w+)`", hits[1])) == set(shown["hits"])
 
 
+def test_every_field_of_a_turn_and_of_the_cache_is_documented(server: Server, answered: tuple[Plan, Outcome]) -> None:
+    plan, outcome = answered
+    turn = describe_turn(TurnRecord(1, plan.kind, 0.0, 0.0, 0.0, 0.0, "stop", 1, 1, outcome.hits, plan.divergence))
+    assert_same(REFERENCE / "http.md", names(REFERENCE / "http.md", "Turn"), turn)
+    left = next(row for row in rows(REFERENCE / "http.md", "Usage") if row[0] == "`divergence`")
+    assert set(re.findall(r"`(\w+)`", left[1])) == set(turn["divergence"])
+    engine = describe_engine(server)
+    assert_same(REFERENCE / "http.md", names(REFERENCE / "http.md", "Cache"), ["object", "hits", "engines", *engine])
+    mirror = next(row for row in rows(REFERENCE / "http.md", "Cache") if row[0] == "`mirror`")
+    assert set(re.findall(r"`(\w+)`", mirror[1])) == set(engine["mirror"])
+
+
 def test_every_miss_cause_and_turn_kind_is_documented_and_no_other() -> None:
     assert names(CONCEPTS / "hit-accounting.md", "Miss causes") == list(Cause)
     assert names(CONCEPTS / "sessions.md", "Turn kinds") == list(TurnKind)
+    assert names(CONCEPTS / "hit-accounting.md", "Where a prompt left its history") == list(Difference)
 
 
 def test_every_key_of_the_report_is_documented_and_no_other() -> None:

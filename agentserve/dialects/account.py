@@ -4,7 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from agentserve.divergence import Divergence
 from agentserve.turns import Outcome, Plan
+
+
+def describe_divergence(divergence: Divergence | None) -> dict[str, Any] | None:
+    """Where a prompt left its history, as JSON."""
+    if divergence is None:
+        return None
+    return {
+        "difference": divergence.difference,
+        "item": divergence.item,
+        "item_kind": divergence.item_kind,
+        "token": divergence.token,
+        "lost_tokens": divergence.lost_tokens,
+    }
 
 
 def account(plan: Plan, outcome: Outcome) -> dict[str, Any]:
@@ -19,6 +33,8 @@ def account(plan: Plan, outcome: Outcome) -> dict[str, Any]:
         "ceiling_block_tokens": hits.ceiling_blocks,
         "predicted_tokens": hits.predicted,
         "missed_tokens": hits.missed,
+        "recomputed_tokens": hits.num_recomputed_tokens or None,
+        "divergence": describe_divergence(plan.divergence),
         "canonicalised": {rule: effect.count for rule, effect in plan.canonicalised.items()} or None,
     }
     return {name: value for name, value in figures.items() if value is not None}

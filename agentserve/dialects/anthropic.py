@@ -21,6 +21,12 @@ from agentserve.errors import InvalidRequest, Unsupported
 from model.conversation import AssistantItem, Head, Item, Json, SystemItem, Tool, ToolCall, ToolResultItem, UserItem
 
 
+class Diagnostics(msgspec.Struct):
+    """What the client wants to know of the cache: what has changed since the answer of this id. None: it has none yet."""
+
+    previous_message_id: str | None = None
+
+
 class MessagesRequest(SamplingFields, kw_only=True):
     """The body of POST /v1/messages and of /v1/messages/count_tokens; `system`, `messages` and `tools` undecoded."""
 
@@ -34,6 +40,7 @@ class MessagesRequest(SamplingFields, kw_only=True):
     stream: bool | None = None
     metadata: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
+    diagnostics: Diagnostics | None = None
 
 
 class ContentBlock(msgspec.Struct):
@@ -83,8 +90,8 @@ def parse(body: bytes) -> MessagesRequest:
     return request
 
 
-def options(request: MessagesRequest) -> TurnOptions:
-    """What the request asks for beside the history. Raises InvalidRequest."""
+def options(request: MessagesRequest, answer_id: str | None = None) -> TurnOptions:
+    """What the request asks for beside the history. `answer_id`: the id that its answer gets. Raises InvalidRequest."""
     if request.max_tokens is None:
         raise InvalidRequest("max_tokens is required", param="max_tokens")
     if request.max_tokens < 1:
@@ -93,7 +100,9 @@ def options(request: MessagesRequest) -> TurnOptions:
     if any(not text for text in stop):
         raise InvalidRequest("stop_sequences must not hold an empty string", param="stop_sequences")
     asked = sampling(request, _structured(request.output_config))
-    return TurnOptions(request.max_tokens, asked, stop, request.priority, request.vllm_xargs or {})
+    since = request.diagnostics.previous_message_id if request.diagnostics is not None else None
+    named = answer_id if request.diagnostics is not None else None
+    return TurnOptions(request.max_tokens, asked, stop, request.priority, request.vllm_xargs or {}, named, since)
 
 
 def _structured(config: dict[str, Any] | None) -> dict[str, Json] | None:

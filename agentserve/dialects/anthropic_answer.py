@@ -12,12 +12,16 @@ from agentserve.dialects.account import account
 from agentserve.dialects.anthropic_errors import error_body
 from agentserve.dialects.blocks import Block, BlockCutter, Change, Closed, Grown, Kind, Opened, cut
 from agentserve.dialects.sse import named_event
+from agentserve.divergence import Difference
 from agentserve.errors import AgentserveError
-from agentserve.turns import Outcome, Plan
+from agentserve.turns import Outcome, Plan, PromptChange
 from model.chat import Delta
 
 STOP_REASONS: dict[str, str] = {"length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
 """By finish reason; any other is end_turn, or stop_sequence where a stop string ended the turn."""
+
+MISS_REASONS: dict[Difference, str] = {Difference.SYSTEM_CHANGED: "system_changed", Difference.TOOLS_CHANGED: "tools_changed"}
+"""Anthropic's reasons by difference; any other is messages_changed."""
 
 PING = named_event({"type": "ping"})
 
@@ -33,15 +37,16 @@ class MessagesAnswer:
 
     keep_alive = PING
 
-    def __init__(self, answer_id: str, model: str) -> None:
+    def __init__(self, answer_id: str, model: str, *, diagnosed: bool = False) -> None:
         self._id = answer_id
         self._model = model
+        self._diagnosed = diagnosed
         self._cutter = BlockCutter()
 
     def opening(self, plan: Plan) -> bytes:
         """message_start; what the cache gave is only known at the end, so here all of the prompt counts as input."""
         usage = {"input_tokens": plan.num_prompt_tokens, "output_tokens": 0}
-        return named_event({"type": "message_start", "message": self._message([], None, None, usage)})
+        return named_event({"type": "message_start", "message": self._message(plan, [], None, None, usage)})
 
     def deltas(self, deltas: list[Delta]) -> bytes:
         """Blocks begin, grow and end."""
@@ -65,12 +70,13 @@ class MessagesAnswer:
 
     def whole(self, plan: Plan, outcome: Outcome, deltas: Iterable[Delta]) -> bytes:
         """The body of an answer that is not streamed."""
-        return msgspec.json.encode(self._message([_block(block) for block in cut(deltas)], *_stop(outcome), usage(plan, outcome)))
+        blocks = [_block(block) for block in cut(deltas)]
+        return msgspec.json.encode(self._message(plan, blocks, *_stop(outcome), usage(plan, outcome)))
 
     def _message(
-        self, content: list[dict[str, Any]], stop_reason: str | None, stop_sequence: str | None, usage: dict[str, Any]
+        self, plan: Plan, content: list[dict[str, Any]], stop_reason: str | None, stop_sequence: str | None, usage: dict[str, Any]
     ) -> dict[str, Any]:
-        return {
+        message = {
             "id": self._id,
             "type": "message",
             "role": "assistant",
@@ -80,6 +86,7 @@ class MessagesAnswer:
             "stop_sequence": stop_sequence,
             "usage": usage,
         }
+        return {**message, "diagnostics": diagnostics(plan.since)} if self._diagnosed else message
 
 
 def usage(plan: Plan, outcome: Outcome) -> dict[str, Any]:
@@ -92,6 +99,22 @@ def usage(plan: Plan, outcome: Outcome) -> dict[str, Any]:
     if cached is not None:
         shown |= {"cache_read_input_tokens": cached, "cache_creation_input_tokens": 0}
     return {**shown, "agentserve": account(plan, outcome)}
+
+
+def diagnostics(change: PromptChange | None) -> dict[str, Any] | None:
+    """Why the prefix of the prompt that the client names could not be reused whole, as Anthropic's API says it; None: it could.
+
+    What its API calls changed is found by meaning here, and what the canonicaliser takes out has not changed.
+    """
+    if change is None or (change.found and change.divergence is None):
+        return None
+    if change.divergence is None:
+        return {"cache_miss_reason": {"type": "previous_message_not_found"}}
+    left = change.divergence
+    if left.difference is Difference.TURNS_TAKEN_BACK:  # what is asked again is all there
+        return None
+    kind = MISS_REASONS.get(left.difference, "messages_changed")
+    return {"cache_miss_reason": {"type": kind, "cache_missed_input_tokens": left.lost_tokens}}
 
 
 def signature(thinking: str) -> str:

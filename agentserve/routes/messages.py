@@ -31,8 +31,10 @@ def router(server: Server) -> APIRouter:
         namespace = server.namespace(request.headers)
         messages = await read(request)
         identity = grouped(identify(request.headers, messages.session_id), client_session(messages))
-        asked = TurnRequest(MessagesConversation(messages), options(messages), identity, bool(messages.stream), started)
-        return answer(server, namespace, asked, MessagesAnswer(f"msg_{token_hex(12)}", server.model_name))
+        answer_id = f"msg_{token_hex(12)}"
+        asked = TurnRequest(MessagesConversation(messages), options(messages, answer_id), identity, bool(messages.stream), started)
+        writer = MessagesAnswer(answer_id, server.model_name, diagnosed=messages.diagnostics is not None)
+        return answer(server, namespace, asked, writer)
 
     async def count_tokens(request: Request) -> Response:
         namespace = server.namespace(request.headers)

@@ -24,7 +24,7 @@ def router(server: Server) -> APIRouter:
 
     @routes.get("/v1/sessions/{session_id:path}")
     async def session(request: Request, session_id: str) -> Response:
-        return json_response(describe(_find(server, request, session_id)))
+        return json_response(describe(find(server, request, session_id)))
 
     @routes.delete("/v1/sessions/{session_id:path}")
     async def end_session(request: Request, session_id: str) -> Response:
@@ -65,10 +65,12 @@ def describe_totals(totals: HitTotals) -> dict[str, Any]:
         "actual_hit_rate": totals.actual_hit_rate,
         "coverage": totals.coverage,
         "missed_tokens": {cause.value: tokens for cause, tokens in totals.missed.items()},
+        "recomputed_tokens": totals.num_recomputed_tokens,
     }
 
 
-def _find(server: Server, request: Request, session_id: str) -> Session:
+def find(server: Server, request: Request, session_id: str) -> Session:
+    """The caller's session of this id. Raises NotFound."""
     session = server.namespace(request.headers).sessions.get(session_id)
     if session is None:
         raise _unknown(session_id)

@@ -83,7 +83,7 @@ class StoredNode:
     def node(self, parent: Node | None) -> Node:
         """The same as a node behind `parent` that is not in a ledger yet."""
         node = Node(parent, self.step, self.ids, generated=self.generated)
-        node.meaning, node.reasoning = self.meaning, self.reasoning
+        node.meaning, node.reasoning, node.said = self.meaning, self.reasoning, None  # only the shape of what was said is stored
         if self.meaning == NOTE:
             node.notes = self.notes
         return node

@@ -2,7 +2,8 @@
 
 Kept rules: hits are whole blocks from the start; the last prompt token never hits; the last generated token's KV is never computed;
 a block is announced when it is scheduled; a free block keeps its content until it is taken, oldest first, blocks without content
-before all, a request's tail before its head. Not kept: preemption. A request starts when its whole prompt and output fit.
+before all, a request's tail before its head. A request starts when its whole prompt and output fit; it is preempted only where a script
+says so.
 """
 
 from __future__ import annotations
@@ -169,6 +170,15 @@ class BlockCache:
                     self._free.move_to_end(block.number, last=False)
         allocation.blocks = []
 
+    def drop(self, allocation: Allocation) -> None:
+        """Free the request's blocks and lose what they hold, as when others need them at once."""
+        blocks = list(allocation.blocks)
+        self.free(allocation)
+        for block in blocks:
+            if block.num_users == 0 and block.hash is not None:
+                self._lose(block)
+                self._free.move_to_end(block.number, last=False)
+
     def clear(self) -> None:
         """Forget all content, as `reset_prefix_cache` does."""
         for copies in self._by_hash.values():
@@ -201,11 +211,15 @@ class BlockCache:
     def _take(self) -> Block:
         _, block = self._free.popitem(last=False)
         if block.hash is not None:
-            copies = self._by_hash[block.hash]
-            del copies[block.number]
-            if not copies:
-                del self._by_hash[block.hash]
-            self._events.append(BlockRemoved([block.hash], "GPU", 0))
-            block.hash = None
+            self._lose(block)
         block.num_users = 1
         return block
+
+    def _lose(self, block: Block) -> None:
+        assert block.hash is not None
+        copies = self._by_hash[block.hash]
+        del copies[block.number]
+        if not copies:
+            del self._by_hash[block.hash]
+        self._events.append(BlockRemoved([block.hash], "GPU", 0))
+        block.hash = None

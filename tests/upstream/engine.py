@@ -20,6 +20,7 @@ class Counters:
     num_generated_tokens: int = 0
     num_running: int = 0
     num_waiting: int = 0
+    num_preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,20 @@ class ScriptedEngine:
             self.cache.append(allocation, ids)
             await self._publish(self.cache)
 
+    async def preempt(self, allocation: Allocation, num_output_tokens: int) -> None:
+        """Take the request's blocks away, and let it compute them again. Its count of cached tokens stays that of its first run."""
+        if self.cache is None:
+            return
+        self.counters.num_preemptions += 1
+        num_cached, ids = allocation.num_cached_tokens, tuple(allocation.ids)
+        self.cache.drop(allocation)
+        await self._publish(self.cache)
+        again = await self._admit(self.cache, Work(ids, num_output_tokens, allocation.salt, allocation.session_id))
+        allocation.blocks, allocation.hashes = again.blocks, again.hashes
+        allocation.num_stored_blocks, allocation.num_cached_tokens = again.num_stored_blocks, again.num_cached_tokens
+        await self._prefill(self.cache, allocation)
+        allocation.num_cached_tokens = num_cached
+
     async def reset_prefix_cache(self) -> None:
         """Forget all cached blocks and announce it."""
         if self.cache is not None:
@@ -128,7 +143,7 @@ class ScriptedEngine:
             ("counter", source, f'{labels},source="local_compute"', computed),
             ("counter", source, f'{labels},source="local_cache_hit"', cached),
             ("counter", source, f'{labels},source="external_kv_transfer"', 0),
-            ("counter", "vllm:num_preemptions_total", labels, 0),
+            ("counter", "vllm:num_preemptions_total", labels, counters.num_preemptions),
             ("gauge", "vllm:num_requests_running", labels, counters.num_running),
             ("gauge", "vllm:num_requests_waiting", labels, counters.num_waiting),
             ("gauge", "vllm:kv_cache_usage_perc", labels, self.cache.usage if self.cache else 0.0),

@@ -48,6 +48,8 @@ class Script:
     cut_after_chunks: int = 0
     error_after_chunks: int | None = None
     """Send an error event after so many events, then [DONE], as vLLM does when its engine dies in a stream."""
+    preempt_after_chunks: int | None = None
+    """Take the request's blocks away after so many events and let others have them; then it computes them again, as vLLM does."""
     status: int = 200
     """Other than 200: answer with an error body and this status."""
     message: str = "scripted error"

@@ -213,6 +213,8 @@ class Upstream:
         """Generate chunk `number`."""
         if number:
             await asyncio.sleep(exchange.script.itl_seconds)
+        if allocation is not None and number == exchange.script.preempt_after_chunks:
+            await self.engine.preempt(allocation, sum(map(len, exchange.answer.chunks[number:])))
         await self.engine.decode(allocation, exchange.answer.chunks[number])
 
     def _authorized(self, request: web.Request) -> bool:

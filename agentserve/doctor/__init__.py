@@ -1,0 +1,1 @@
+"""What will cost hits or crash: read from the engine, LMCache, the host and the server itself."""

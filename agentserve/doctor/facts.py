@@ -1,0 +1,153 @@
+"""What the checks look at. Everything that could not be read is None: unknown, not fine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentserve.doctor.launch import as_json, find, options
+from agentserve.engines.prometheus import samples
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessFacts:
+    """A process of this host. `environment`: the names that matter, None if it may not be read; `open_files`: its soft limit."""
+
+    pid: int
+    arguments: tuple[str, ...] = ()
+    environment: Mapping[str, str] | None = None
+    open_files: int | None = None
+
+    @property
+    def options(self) -> dict[str, str]:
+        """Its command line, by name."""
+        return options(self.arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """A vLLM: what it says over HTTP, and its process where that is on this host."""
+
+    url: str
+    max_model_len: int | None = None
+    metrics: bytes | None = None
+    events: Mapping[str, Any] | None = None
+    """GET /kv_event_sources."""
+    has_token_route: bool | None = None
+    """Whether /inference/v1/generate is there."""
+    config: Mapping[str, Any] | None = None
+    """`vllm_config` of GET /server_info, which a vLLM in development mode has."""
+    process: ProcessFacts | None = None
+    probe_ids: tuple[int, ...] | None = None
+    """The tokens of the probe text, by POST /tokenize."""
+
+    def told(self, option: str, default: str) -> str | None:
+        """A launch option: as /metrics or /server_info tell it, else as the process was started (`default`: vLLM's own); None: unknown."""
+        name = option.replace("-", "_")
+        for sample in samples(self.metrics or b"", "vllm:cache_config_info"):
+            if sample.labels.get(name) not in (None, "None"):
+                return sample.labels[name].lower()
+        told = find(self.config, name)
+        if told is not None:
+            return str(told).lower()
+        return None if self.process is None else self.process.options.get(option, default)
+
+    def told_json(self, option: str) -> dict[str, Any] | None:
+        """A launch option that is a JSON object; empty if it was not given, None if nobody says."""
+        if self.config is not None:
+            told = find(self.config, option.replace("-", "_"))
+            return dict(told) if isinstance(told, Mapping) else {}
+        return None if self.process is None else as_json(self.process.options.get(option))
+
+    def count(self, metric: str) -> float | None:
+        """A counter's sum over ranks; None if the engine lacks it."""
+        found = samples(self.metrics or b"", metric)
+        return sum(sample.value for sample in found) if found else None
+
+    @property
+    def block_size(self) -> int | None:
+        """Tokens of a KV block."""
+        told = self.told("block-size", "")
+        return int(told) if told and told.isdecimal() else None
+
+    @property
+    def capacity_tokens(self) -> int | None:
+        """Tokens of the KV pool, without the null blocks."""
+        ranks = [sample.labels.get("num_gpu_blocks", "") for sample in samples(self.metrics or b"", "vllm:cache_config_info")]
+        if self.block_size is None or not ranks or not all(rank.isdecimal() for rank in ranks):
+            return None
+        return sum(int(rank) - 1 for rank in ranks) * self.block_size
+
+    @property
+    def connectors(self) -> list[dict[str, Any]] | None:
+        """The KV connectors, those inside a MultiConnector too; None if nobody says."""
+        told = self.told_json("kv-transfer-config")
+        if told is None:
+            return None
+        inner = find(told, "connectors")
+        return [one for one in (inner if isinstance(inner, list) else [told]) if one.get("kv_connector")]
+
+
+@dataclass(frozen=True, slots=True)
+class LmcacheFacts:
+    """An LMCache server: GET /config, or its process."""
+
+    config: Mapping[str, Any] | None = None
+    process: ProcessFacts | None = None
+
+    def told(self, key: str, option: str, default: str) -> str | None:
+        """A setting by its key in /config, else by its launch option."""
+        told = find(self.config, key)
+        if told is not None:
+            return str(told)
+        return None if self.process is None else self.process.options.get(option, default)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """The agentserve in front: GET /v1/cache, and what its sessions tell. Tokens, seconds."""
+
+    cache: Mapping[str, Any]
+    context_tokens: Sequence[int] = ()
+    """Of each session."""
+    live_tokens: int = 0
+    """Contexts of the sessions that had a turn in the last minutes."""
+    return_gaps: Sequence[float] = ()
+    """From the end of one turn of a session to the start of the next."""
+
+    @property
+    def mirror(self) -> Mapping[str, Any] | None:
+        """The mirror of its first engine."""
+        return next((engine.get("mirror") for engine in self.cache.get("engines", ())), None)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """The model folder on this host."""
+
+    config: Mapping[str, Any]
+    generation_config: Mapping[str, Any]
+    probe_ids: tuple[int, ...] | None = None
+    """The tokens of the probe text by the folder's tokenizer."""
+    stop_ids: tuple[int, ...] = ()
+    """Tokens that end an answer in the model's chat format."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Everything. `concurrency`: turns that are to run at once; `open_files`: the host's hard limit for a process."""
+
+    engines: Sequence[EngineFacts]
+    lmcache: Sequence[LmcacheFacts] = ()
+    server: ServerFacts | None = None
+    model: ModelFacts | None = None
+    concurrency: int = 0
+    open_files: int | None = None
+    unread: Sequence[str] = field(default_factory=tuple)
+    """What could not be read, in words."""
+
+    @property
+    def engine(self) -> EngineFacts:
+        """The first engine."""
+        return self.engines[0]

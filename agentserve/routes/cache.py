@@ -1,0 +1,111 @@
+"""GET /v1/cache, and the turns of a session: what the cache did, and why it missed."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from agentserve.cache import CacheBooks
+from agentserve.dialects.account import describe_divergence
+from agentserve.errors import InvalidRequest
+from agentserve.headers import json_response
+from agentserve.records import TurnRecord
+from agentserve.routes.sessions import describe_totals, find
+from agentserve.server import Server
+from prefix_cache.mirror import Mirror
+
+DEFAULT_TURNS = 100
+MAX_TURNS = 1000
+
+
+def router(server: Server) -> APIRouter:
+    """The routes that explain hits and misses; each caller sees its own namespace only."""
+    routes = APIRouter()
+
+    @routes.get("/v1/cache")
+    async def cache(request: Request) -> Response:
+        namespace = server.namespace(request.headers)
+        return json_response({"object": "cache", "hits": describe_totals(namespace.totals), "engines": [describe_engine(server)]})
+
+    @routes.get("/v1/sessions/{session_id:path}/turns")
+    async def turns(request: Request, session_id: str) -> Response:
+        kept = server.turns.log.of(find(server, request, session_id))
+        limit, before = _number(request, "limit", DEFAULT_TURNS, MAX_TURNS), _number(request, "before", None, None)
+        page = [record for record in kept if before is None or record.number < before]
+        shown = page[-limit:] if limit is not None else page
+        data = [describe_turn(record) for record in shown]
+        return json_response({"object": "list", "data": data, "has_more": len(page) > len(shown)})
+
+    return routes
+
+
+def describe_turn(record: TurnRecord) -> dict[str, Any]:
+    """A turn as JSON; what is not known is null."""
+    hits = record.hits
+    return {
+        "object": "session.turn",
+        "number": record.number,
+        "kind": record.kind,
+        "ended_at": datetime.fromtimestamp(record.ended_at, UTC).isoformat(timespec="milliseconds"),
+        "seconds": round(record.seconds, 4),
+        "queue_seconds": round(record.queue_seconds, 4),
+        "first_token_seconds": None if record.first_token_seconds is None else round(record.first_token_seconds, 4),
+        "finish_reason": record.finish_reason,
+        "prompt_tokens": hits.num_prompt_tokens,
+        "generated_tokens": record.num_generated_tokens,
+        "encoded_tokens": record.num_encoded_tokens,
+        "ceiling_tokens": hits.ceiling,
+        "ceiling_block_tokens": hits.ceiling_blocks,
+        "predicted_tokens": hits.predicted,
+        "cached_tokens": hits.actual,
+        "missed_tokens": hits.missed,
+        "recomputed_tokens": hits.num_recomputed_tokens,
+        "divergence": describe_divergence(record.divergence),
+    }
+
+
+def describe_engine(server: Server) -> dict[str, Any]:
+    """An engine's cache as JSON; what is not known is null."""
+    info = server.engine.info
+    return {
+        "engine": info.name,
+        "url": server.engine.url,
+        "block_size": info.block_size,
+        "capacity_tokens": info.kv_capacity_tokens,
+        "max_model_len": info.max_model_len,
+        "computing_blocks": len(server.books.in_flight),
+        "ceiling_index_tokens": server.books.tree.num_tokens,
+        "mirror": _mirror(server.books),
+    }
+
+
+def _mirror(books: CacheBooks) -> dict[str, Any] | None:
+    mirror: Mirror | None = books.mirror
+    if mirror is None:
+        return None
+    return {
+        "resident_tokens": mirror.num_resident_tokens,
+        "event_block_size": mirror.event_block_size,
+        "suspect": mirror.is_suspect,
+        "applied_batches": mirror.num_applied_batches,
+        "lost_batches": mirror.num_lost_batches,
+        "ignored_events": mirror.num_ignored_events,
+        "restarts": mirror.num_restarts,
+        "clears": mirror.num_clears,
+        "under_predictions": mirror.num_under_predictions,
+        "over_predictions": mirror.num_over_predictions,
+        "contradictions": mirror.num_contradictions,
+    }
+
+
+def _number(request: Request, name: str, default: int | None, largest: int | None) -> int | None:
+    """A query parameter of at least 1. Raises InvalidRequest."""
+    text = request.query_params.get(name)
+    if text is None:
+        return default
+    if not text.isdecimal() or int(text) < 1 or (largest is not None and int(text) > largest):
+        top = "" if largest is None else f" and at most {largest}"
+        raise InvalidRequest(f"{name} must be a number of at least 1{top}, not {text!r}", param=name)
+    return int(text)
