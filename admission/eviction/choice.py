@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
+from admission.eviction.guard import Guard
 from admission.eviction.policy import EvictionPolicy, Knob, Pool
 
 
@@ -46,7 +47,7 @@ class PolicyChoice:
     def build(self, pool: Pool, values: Mapping[str, float] | None = None) -> EvictionPolicy:
         """The policy with `values` in place of the defaults. Raises PolicyParameterError."""
         assert not self.needs_returns or pool.returns is not None
-        return self._make(self.parameters(**self._checked(values or {})), pool)
+        return Guard(self._make(self.parameters(**self._checked(values or {})), pool))
 
     def _checked(self, values: Mapping[str, float]) -> dict[str, float]:
         knobs = self.knobs()

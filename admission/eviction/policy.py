@@ -77,8 +77,8 @@ class ReturnHazard(Protocol):
         """Mean seconds until it is back, counted as at most `horizon_seconds`."""
         ...
 
-    def gain_of_keeping(self, return_class: str, keep_seconds: float) -> float:
-        """Share of idle times that end within `keep_seconds` of their start."""
+    def returned_share(self, return_class: str, idle_seconds: float) -> float:
+        """Share of the class that is back within so long."""
         ...
 
 

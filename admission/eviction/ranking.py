@@ -1,4 +1,4 @@
-"""The one ordered structure under the policies: extents by rank, smallest first, where only what nobody holds can be first."""
+"""The one ordered structure under the policies: extents by rank, smallest first, and the policies that a rank alone defines."""
 
 from __future__ import annotations
 
@@ -64,78 +64,36 @@ class Ranking:
         assert len(live) == len(self._ranks)
 
 
-class Residents:
-    """Which extents a policy was told of and which of them are held; asserts the order of calls that the contract sets."""
-
-    __slots__ = ("_free", "_held")
-
-    def __init__(self) -> None:
-        self._free: set[int] = set()
-        self._held: set[int] = set()
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    def insert(self, extent: Extent) -> None:
-        known = extent.id in self._free or extent.id in self._held
-        assert not known, f"extent {extent.id!r} was inserted before"
-        self._free.add(extent.id)
-
-    def hold(self, extent: Extent) -> None:
-        self._free.remove(extent.id)
-        self._held.add(extent.id)
-
-    def release(self, extent: Extent) -> None:
-        self._held.remove(extent.id)
-        self._free.add(extent.id)
-
-    def forget(self, extent: Extent) -> None:
-        known = extent.id in self._free or extent.id in self._held
-        assert known, f"extent {extent.id!r} is not known"
-        self._free.discard(extent.id)
-        self._held.discard(extent.id)
-
-    def is_free(self, extent: Extent) -> bool:
-        return extent.id in self._free
-
-
 def by_depth(extent: Extent, *rank: float) -> Rank:
-    """`rank`, where protected extents come after all others and of equals the deeper comes first."""
-    return (extent.protected, *rank, -extent.end_block)
+    """`rank`, where of equals the deeper comes first."""
+    return (*rank, -extent.end_block)
 
 
 class RankedPolicy:
     """The policy that a rank alone defines. `rank(extent, now)` says when it goes, smallest first, and holds until the extent's facts
     change or `expiry(extent)` has passed, on the clock of `now`."""
 
-    __slots__ = ("_expiries", "_expiry", "_rank", "_ranking", "_residents")
+    __slots__ = ("_expiries", "_expiry", "_rank", "_ranking")
 
     def __init__(self, rank: Callable[[Extent, float], Rank], expiry: Callable[[Extent], float] | None = None) -> None:
         self._rank = rank
         self._expiry = expiry
         self._ranking = Ranking()
         self._expiries = Ranking()
-        self._residents = Residents()
 
     def insert(self, extent: Extent, now: float) -> None:
-        self._residents.insert(extent)
         self._put(extent, now)
 
     def hold(self, extent: Extent, now: float) -> None:
-        self._residents.hold(extent)
         self._drop(extent)
 
     def release(self, extent: Extent, now: float) -> None:
-        self._residents.release(extent)
         self._put(extent, now)
 
     def reconsider(self, extent: Extent, now: float) -> None:
-        assert self._residents.is_free(extent)
         self._put(extent, now)
 
     def forget(self, extent: Extent, now: float) -> None:
-        self._residents.forget(extent)
         self._drop(extent)
 
     def to_evict(self, now: float) -> Extent | None:
@@ -148,7 +106,7 @@ class RankedPolicy:
     def check_integrity(self) -> None:
         self._ranking.check_integrity()
         self._expiries.check_integrity()
-        assert len(self._ranking) == self._residents.num_free
+        assert len(self._expiries) <= len(self._ranking)
 
     def _put(self, extent: Extent, now: float) -> None:
         self._ranking.put(extent, by_depth(extent, *self._rank(extent, now)))
