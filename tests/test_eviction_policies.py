@@ -38,9 +38,11 @@ EXTENTS = st.builds(
 class Contract(RuleBasedStateMachine):
     """A tree of extents in use, let go, changed and evicted in any order."""
 
-    def __init__(self, name: str) -> None:
+    name: str
+
+    def __init__(self) -> None:
         super().__init__()
-        self.pool = TreePool([build(name, 40), build(name, 40)])
+        self.pool = TreePool([build(self.name, 40), build(self.name, 40)])
         self.now = 0.0
 
     @rule(seconds=st.sampled_from([0.0, 0.5, 30.0, 4000.0]))
@@ -104,8 +106,9 @@ class Contract(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("name", EVICTION_POLICIES)
 def test_contract_holds_in_any_order_of_calls(name: str) -> None:
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]  # hypothesis leaves it untyped
-        lambda: Contract(name),
+    machine = type(f"Contract_{name}", (Contract,), {"name": name})
+    run_state_machine_as_test(
+        machine,
         settings=settings(max_examples=25, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)),
     )
 
