@@ -55,6 +55,42 @@ class Extent:
     """On the path of a waiting request: goes only when nothing else is left."""
 
 
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """What a parameter of a policy may be: from this its check, its row in the docs and the tuner's search space derive."""
+
+    low: float
+    high: float
+    about: str
+    log: bool = False
+    """Whether a search steps by ratios rather than by differences."""
+
+
+class ReturnHazard(Protocol):
+    """What a policy asks of the return-time model (`admission.returns`)."""
+
+    def hazard(self, return_class: str, idle_seconds: float) -> float:
+        """Returns per second of a session idle for so long, counting those of its class that never come back."""
+        ...
+
+    def time_to_return(self, return_class: str, idle_seconds: float, horizon_seconds: float) -> float:
+        """Mean seconds until it is back, counted as at most `horizon_seconds`."""
+        ...
+
+    def returned_share(self, return_class: str, idle_seconds: float) -> float:
+        """Share of the class that is back within so long."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """What a policy may know of the pool that it ranks for."""
+
+    capacity_blocks: int
+    returns: ReturnHazard | None = None
+    """Needed by those policies that predict."""
+
+
 class EvictionPolicy(Protocol):
     """Ranks the extents that may lose blocks. The pool calls, in this order for each extent:
 

@@ -1,0 +1,65 @@
+"""Why a session is idle, as a class of idle times that are alike: root or sub-agent × what the last turn ended with.
+
+A class is a name such as `root/tool:shell`; what follows a colon refines what stands before it, and `@` names a tenant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+UNKNOWN = "root/unknown"
+
+TOOL_BUCKETS: dict[str, tuple[str, ...]] = {
+    "ask": ("askuserquestion", "exitplanmode", "ask_followup_question", "request_user_input", "question"),
+    "agent": ("task", "agent", "subagent", "spawn_agent", "new_task", "wait_agent"),
+    "shell": ("bash", "shell", "exec", "exec_command", "local_shell", "run_terminal_cmd", "execute_command", "bashoutput", "powershell"),
+    "web": ("webfetch", "websearch", "web_search", "web_fetch", "fetch", "browser_action"),
+    "mcp": (),
+    "other": (),
+    "file": (
+        *("read", "write", "edit", "multiedit", "glob", "grep", "ls", "notebookedit", "notebookread", "apply_patch", "list", "view"),
+        *("read_file", "write_to_file", "replace_in_file", "search_files", "list_files", "list_dir", "str_replace_based_edit_tool"),
+    ),
+    "note": ("todowrite", "todoread", "update_plan", "toolsearch", "taskupdate", "taskcreate", "tasklist", "skill"),
+}
+"""Tools of known clients by how long they take, slowest first: a turn that calls several waits for the slowest. Names in lower case."""
+
+_BUCKET_OF = {name: bucket for bucket, names in TOOL_BUCKETS.items() for name in names}
+_SLOWNESS = {bucket: position for position, bucket in enumerate(TOOL_BUCKETS)}
+
+
+def tool_bucket(tools: Iterable[str]) -> str | None:
+    """The bucket of the slowest tool called; None when none was."""
+    buckets = [_bucket(name.lower()) for name in tools]
+    return min(buckets, key=_SLOWNESS.__getitem__) if buckets else None
+
+
+def _bucket(name: str) -> str:
+    return _BUCKET_OF.get(name) or ("mcp" if name.startswith("mcp__") else "other")
+
+
+def return_class(*, is_subagent: bool, calls_tools: bool, ends_turn: bool, tools: Iterable[str] = ()) -> str:
+    """The class of a turn that has just ended. `tools` may be empty where their names are not known (recorded sessions)."""
+    origin = "sub" if is_subagent else "root"
+    if calls_tools:
+        bucket = tool_bucket(tools)
+        return f"{origin}/tool:{bucket}" if bucket else f"{origin}/tool"
+    return f"{origin}/end_turn" if ends_turn else f"{origin}/unknown"
+
+
+def with_tenant(name: str, tenant: str) -> str:
+    return f"{name}@{tenant}"
+
+
+def parent_class(name: str) -> str | None:
+    """The class that a class refines; None for the last one."""
+    base, at, _ = name.rpartition("@")
+    if at:
+        return base
+    coarse, colon, _ = name.rpartition(":")
+    if colon:
+        return coarse
+    origin, _, why = name.partition("/")
+    if why and why != "unknown":
+        return f"{origin}/unknown"
+    return UNKNOWN if name != UNKNOWN else None
