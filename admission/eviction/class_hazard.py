@@ -16,7 +16,7 @@ from admission.eviction.ranking import Ranking, by_depth
 
 @dataclass(frozen=True, slots=True)
 class ClassHazardParameters:
-    horizon_seconds: Annotated[float, Knob(1, 86_400, "how far ahead returns are told apart", log=True)] = 600.0
+    horizon_seconds: Annotated[float, Knob(1, 86_400, "how far ahead returns are told apart", log=True)] = 90.0
 
 
 def class_hazard(parameters: ClassHazardParameters, pool: Pool) -> EvictionPolicy:
