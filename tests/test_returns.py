@@ -53,7 +53,7 @@ def test_quantiles_and_survival_of_a_known_distribution() -> None:
         assert model.hazard("root/tool", idle) == pytest.approx(soon, abs=0.015)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=15)
 @given(returned=COUNTS, left=COUNTS, never=st.integers(0, 50))
 def test_curves_agree_with_each_other(returned: list[int], left: list[int], never: int) -> None:
     table = LifeTable(returned, never)
