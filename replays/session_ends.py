@@ -1,7 +1,7 @@
 """`python -m replays.session_ends TRACES`: how well "will not return" is inferred, on the sessions that no fit has seen.
 
 Each idle time of a held-back session is one case: declared dead when its chance of a return falls below a threshold, wrongly if the session
-comes back after that. Printed for plain return classes and for those refined by pace and fullness.
+comes back after that. Printed for plain return classes and for those refined by pace and fullness, with the calibration of both.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from replays.return_prior import CONTEXT_TOKENS, Idle, distinct, held_back, idle
 from replays.traces import Session, TraceSet
 
 CHANCES = (0.7, 0.5, 0.3, 0.2, 0.1)
+SHARES = (0.1, 0.5, 0.9, 0.97, 0.99)
 SOON_SECONDS = (300.0, 1800.0, 7200.0)
 
 
@@ -61,6 +62,20 @@ def held_back_idles(sessions: Iterable[Session]) -> Iterator[Idle]:
                 yield from idle_times(within(stream, CONTEXT_TOKENS))
 
 
+def calibration(cases: Iterable[tuple[str, float | None]], model: ReturnModel) -> str:
+    """By class: share of the returns that came within each predicted quantile, and the share that never came, predicted and actual."""
+    by_class: dict[str, list[float | None]] = {}
+    for name, gap in cases:
+        by_class.setdefault(name, []).append(gap)
+    lines = [f"{'class':26} {'returns':>8} " + " ".join(f"{100 * share:5.0f} %" for share in SHARES) + "  never: predicted, actual"]
+    for name, gaps in sorted(by_class.items()):
+        returns = [gap for gap in gaps if gap is not None]
+        within_share = [sum(gap <= model.quantile(name, share) for gap in returns) / max(len(returns), 1) for share in SHARES]
+        never = f"{_percent(1 - model.alive(name, 0.0)):>10} {_percent(1 - len(returns) / len(gaps)):>10}"
+        lines.append(f"{name:26} {len(returns):8} " + " ".join(f"{_percent(share):>7}" for share in within_share) + f" {never}")
+    return "\n".join(lines)
+
+
 def report(idles: list[Idle]) -> str:
     model = ReturnModel()
     soon = " ".join(f"recall {seconds / 60:4.0f} min" for seconds in SOON_SECONDS)
@@ -74,7 +89,10 @@ def report(idles: list[Idle]) -> str:
             result = score(cases, model, chance)
             recalls = " ".join(f"{_percent(result.recall(position)):>15}" for position in range(len(SOON_SECONDS)))
             lines.append(f"{kind:10} {chance:6.1f} {result.num_declared:9} {_percent(result.precision):>9} {recalls}")
-    return "\n".join([*lines, f"{len(idles)} idle times, {sum(idle.gap_seconds is None for idle in idles)} never ended", ""])
+    tables = [calibration(cases, model) for cases in kinds.values()]
+    return "\n".join(
+        [*lines, "", *tables, "", f"{len(idles)} idle times, {sum(idle.gap_seconds is None for idle in idles)} never ended", ""]
+    )
 
 
 def _percent(share: float | None) -> str:

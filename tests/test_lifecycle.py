@@ -14,7 +14,7 @@ from admission.eviction.policy import Fate
 from admission.lifecycle import Lifecycle, LifecycleParameters, Phase, TurnEnd, is_side_request
 from admission.pace import Pace
 from admission.returns import ReturnModel
-from replays.session_ends import CHANCES, held_back_idles, report, score
+from replays.session_ends import CHANCES, calibration, held_back_idles, report, score
 from replays.traces import TraceSet
 
 SAMPLE = Path(__file__).parents[1] / "replays" / "data" / "sample.jsonl"
@@ -150,6 +150,14 @@ def test_a_lower_threshold_declares_fewer_and_is_right_more_often() -> None:
     assert scores[0].num_never == 10
     assert scores[1].precision == pytest.approx(10 / 11)
     assert "never ended" in report(idles)
+
+
+def test_calibration_is_the_share_of_returns_within_each_quantile() -> None:
+    returns = ReturnModel()
+    median = returns.quantile("root/tool", 0.5)
+    (_, row) = calibration([("root/tool", median * stretch) for stretch in (0.9, 0.9, 0.9, 1.1)], returns).splitlines()
+    assert row.split()[:2] == ["root/tool", "4"]
+    assert row.split()[4:6] == ["75.0", "%"]
 
 
 class AnyOrder(RuleBasedStateMachine):
