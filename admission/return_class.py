@@ -1,6 +1,7 @@
 """Why a session is idle, as a class of idle times that are alike: root or sub-agent × what the last turn ended with.
 
-A class is a name such as `root/tool:shell`; what follows a colon refines what stands before it, and `@` names a tenant.
+A class is a name such as `root/tool:slow:shell`; what follows a colon refines what stands before it, and `@` names a tenant. The recorded
+sessions do not name their tools, so that the tool is what refines last.
 """
 
 from __future__ import annotations
@@ -38,13 +39,17 @@ def _bucket(name: str) -> str:
     return _BUCKET_OF.get(name) or ("mcp" if name.startswith("mcp__") else "other")
 
 
-def return_class(*, is_subagent: bool, calls_tools: bool, ends_turn: bool, tools: Iterable[str] = ()) -> str:
-    """The class of a turn that has just ended. `tools` may be empty where their names are not known (recorded sessions)."""
+def return_class(*, is_subagent: bool, calls_tools: bool, ends_turn: bool) -> str:
+    """The class of a turn that has just ended."""
     origin = "sub" if is_subagent else "root"
-    if calls_tools:
-        bucket = tool_bucket(tools)
-        return f"{origin}/tool:{bucket}" if bucket else f"{origin}/tool"
-    return f"{origin}/end_turn" if ends_turn else f"{origin}/unknown"
+    why = "tool" if calls_tools else "end_turn" if ends_turn else "unknown"
+    return f"{origin}/{why}"
+
+
+def with_tool(name: str, tools: Iterable[str]) -> str:
+    """The class refined by the slowest tool that the turn called, if it called any."""
+    bucket = tool_bucket(tools)
+    return f"{name}:{bucket}" if bucket else name
 
 
 def with_tenant(name: str, tenant: str) -> str:
@@ -63,3 +68,11 @@ def parent_class(name: str) -> str | None:
     if why and why != "unknown":
         return f"{origin}/unknown"
     return UNKNOWN if name != UNKNOWN else None
+
+
+def lineage(name: str) -> list[str]:
+    """The class and those that it refines: what is seen of it is seen of them all. The common fallbacks are not among them."""
+    names = [name]
+    while "@" in names[-1] or ":" in names[-1]:
+        names.append(names[-1].rpartition("@" if "@" in names[-1] else ":")[0])
+    return names

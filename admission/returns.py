@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from admission.eviction.policy import Knob
-from admission.return_class import parent_class, with_tenant
+from admission.return_class import lineage, parent_class, with_tenant
 from admission.return_prior import RETURN_PRIOR
 
 FIRST_AGE_SECONDS = 0.25
@@ -124,6 +124,13 @@ class LifeTable:
         survival = self.survival(age_seconds)
         return 1 - self.never_share / survival if survival > 0 else 0.0
 
+    def age_of_chance(self, chance: float) -> float:
+        """The age at which `alive` falls below `chance`, to the bin; the last bin's end is one if anything is left then."""
+        for edge, survival in zip(_EDGES, self._survivals, strict=True):
+            if survival <= 0 or 1 - self.never_share / survival < chance:
+                return edge
+        return math.inf
+
     def mean_wait(self, age_seconds: float, horizon_seconds: float) -> float:
         """Mean of min(time until it is back, horizon): the integral of S over the horizon, by S at its start."""
         survival = self.survival(age_seconds)
@@ -209,9 +216,8 @@ class ReturnModel:
             table.left[min(bin_of(self._age(idle_seconds)), NUM_BINS - 1)] += 1
 
     def _learn(self, return_class: str, now: float) -> list[LifeTable]:
-        names = [return_class] if "@" not in return_class else [return_class, return_class.partition("@")[0]]
         tables = []
-        for name in names:
+        for name in lineage(return_class):
             table = self._seen.setdefault(name, LifeTable())
             table.scale(0.5 ** (max(now - self._seen_seconds.get(name, now), 0.0) / self._parameters.half_life_seconds))
             self._seen_seconds[name] = now
@@ -263,6 +269,10 @@ class ReturnModel:
     def quantile(self, return_class: str, share: float) -> float:
         """Idle seconds by which `share` of those that come back at all have done so."""
         return self._table(return_class).quantile(share) / self._parameters.time_scale
+
+    def idle_until_hopeless(self, return_class: str, chance: float) -> float:
+        """Idle seconds after which a session of the class comes back with less than this chance; infinity where there is no such age."""
+        return self._table(return_class).age_of_chance(chance) / self._parameters.time_scale
 
     def time_to_return(self, return_class: str, idle_seconds: float, horizon_seconds: float) -> float:
         """Mean seconds until it is back, counted as at most `horizon_seconds`; those that never come count as the horizon."""

@@ -15,6 +15,7 @@ from textwrap import dedent
 
 from cyclopts import App
 
+from admission.eviction import EVICTION_POLICIES
 from agentserve import turns
 from agentserve.canonical.table import CANONICAL_RULES
 from agentserve.cli import build_cli, settings_page
@@ -53,8 +54,8 @@ TREE: dict[str, str] = {
     "tests/data": "files that tests compare with",
     "docs": "guide, concepts, reference; `make docs` writes what derives from code",
     "docs/guide": "how to start, serve a real vLLM, replay, connect clients, operate",
-    "docs/concepts": "ledger, sessions, state, canonicaliser, hit accounting, replays, embedded engine",
-    "docs/reference": "settings, command line, HTTP, errors, metrics, report, cases from the field",
+    "docs/concepts": "ledger, sessions, state, canonicaliser, hit accounting, retention, replays, embedded engine",
+    "docs/reference": "settings, command line, HTTP, errors, metrics, report, policies, cases from the field",
     "deploy": "images for docker-compose.yml",
     "requirements": "pinned packages: with the CPU engine (all) and without (core)",
     "docker-compose.yml": "profiles cpu and mi355x, each a whole deployment",
@@ -190,6 +191,17 @@ def cases() -> str:
     return "\n".join(rows) + "\n"
 
 
+def eviction() -> str:
+    """The eviction policies: what each does, what it needs to know, and its parameters with default and range."""
+    rows = ["| policy | what leaves first | needs | parameters |", "|---|---|---|---|"]
+    for name, choice in EVICTION_POLICIES.items():
+        defaults = choice.parameters()
+        needs = "the future" if choice.needs_future else "return times" if choice.needs_returns else ""
+        knobs = [f"`{knob}` {getattr(defaults, knob):g} ({row.low:g} to {row.high:g}): {row.about}" for knob, row in choice.knobs().items()]
+        rows.append(f"| `{name}` | {choice.about} | {needs} | {'<br>'.join(knobs)} |")
+    return "\n".join(rows) + "\n"
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "tree": tree,
     "walk": walk,
@@ -198,6 +210,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "commands": commands,
     "cases": cases,
     "checks": checks,
+    "eviction": eviction,
 }
 
 

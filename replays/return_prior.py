@@ -1,24 +1,36 @@
 """`python -m replays.return_prior TRACES`: write `admission/return_prior.py`, the idle times of recorded sessions by return class.
 
 Only sessions that are not held back are counted, each once however often it was recorded, so that what is measured on the others is
-measured on sessions that the table has not seen.
+measured on sessions that the table has not seen. Plain classes come from whole sessions. Those refined by pace and by a full context come
+from sessions as a model of `CONTEXT_TOKENS` sees them, without requests that do not fit.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from zlib import crc32
 
+import numpy as np
+from numpy.typing import NDArray
+
+from admission.pace import LEVELS, Pace
 from admission.return_class import return_class
 from admission.returns import NUM_BINS, bin_of
 from replays.traces import Request, Session, Stream, TraceSet
 
 TARGET = Path(__file__).parents[1] / "admission" / "return_prior.py"
+CONTEXT_TOKENS = 262_144
+LONG_SECONDS = 60.0
+"""A score tells apart what is back within this from what is not."""
 
-_HEAD = '''"""Idle times of recorded sessions by return class: the prior of `admission.returns`.
+_LEAST_IDLE_TIMES = 200
+_L2 = 3.0
+_MAX_STEPS = 40
+
+_HEAD = '''"""Idle times of recorded sessions by return class: the prior of `admission.returns` and the scores of `admission.pace`.
 
 Written by `python -m replays.return_prior TRACES` from {num_sessions} sessions of the public kv-cache-tester traces (Apache-2.0).
 """
@@ -28,10 +40,11 @@ from __future__ import annotations
 # fmt: off
 RETURN_PRIOR: dict[str, tuple[tuple[int, ...], int]] = {{
 '''
-_NOTE = '''}
-# fmt: on
-"""Class → (returns per age bin, idle times that never ended)."""
-'''
+
+Counts = dict[str, tuple[list[int], int]]
+"""Class → (returns per age bin, never returned)."""
+Scores = dict[str, tuple[list[float], list[float]]]
+"""Class → (weights of `Pace.facts`, the two cuts between the levels)."""
 
 
 def held_back(session: Session) -> bool:
@@ -41,20 +54,29 @@ def held_back(session: Session) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """What followed a turn: the time until the stream's next one, None when there was none."""
+    """What followed a turn: the time until the stream's next one, None when there was none. `facts` are those of `Pace`."""
 
     request: Request
     return_class: str
     gap_seconds: float | None
+    facts: tuple[float, ...]
+    pace_class: str
+    """The class refined by the weights in force."""
 
 
 def idle_times(stream: Stream) -> Iterator[Idle]:
     """The idle times of a stream in order; the last has no end."""
+    pace = Pace()
     for position, request in enumerate(stream.requests):
         following = stream.requests[position + 1 :][:1]
         gap = max(following[0].start_seconds - request.end_seconds, 0.0) if following else None
         name = return_class(is_subagent=bool(stream.name), calls_tools=request.stop == "tool_use", ends_turn=request.stop == "end_turn")
-        yield Idle(request, name, gap)
+        pace.turn_ended(from_user="text" in request.input_types)
+        share = (request.num_prompt_tokens + request.num_output_tokens) / CONTEXT_TOKENS
+        num_output = request.num_output_tokens
+        yield Idle(request, name, gap, pace.facts(num_output), pace.refine(name, num_output, share))
+        if gap is not None:
+            pace.came_back(gap)
 
 
 def distinct(sessions: Iterable[Session]) -> Iterator[Session]:
@@ -67,34 +89,89 @@ def distinct(sessions: Iterable[Session]) -> Iterator[Session]:
             yield session
 
 
-def count(sessions: Iterable[Session]) -> dict[str, tuple[list[int], int]]:
-    """Class → (returns per age bin, never returned)."""
-    table: dict[str, tuple[list[int], int]] = {}
-    for session in sessions:
-        for stream in session.streams:
-            for idle in idle_times(stream):
-                returned, never = table.setdefault(idle.return_class, ([0] * NUM_BINS, 0))
-                if idle.gap_seconds is None or (index := bin_of(idle.gap_seconds)) == NUM_BINS:
-                    table[idle.return_class] = (returned, never + 1)
-                else:
-                    returned[index] += 1
+def within(stream: Stream, context_tokens: int) -> Stream:
+    """The stream without requests that a model of so many tokens refuses."""
+    return replace(stream, requests=tuple(request for request in stream.requests if request.num_prompt_tokens <= context_tokens))
+
+
+def count(idles: Iterable[tuple[str, float | None]]) -> Counts:
+    """(class, gap) → counts; a gap past the last bin counts as never."""
+    table: Counts = {}
+    for name, gap in idles:
+        returned, never = table.setdefault(name, ([0] * NUM_BINS, 0))
+        if gap is None or (index := bin_of(gap)) == NUM_BINS:
+            table[name] = (returned, never + 1)
+        else:
+            returned[index] += 1
     return table
 
 
-def module_text(table: dict[str, tuple[list[int], int]], num_sessions: int) -> str:
-    """The Python module that holds the table, as the formatter would write it."""
+def fit_scores(idles: Sequence[Idle]) -> Scores:
+    """A logistic score for each class with enough idle times: log odds of more than `LONG_SECONDS`; the levels are its thirds."""
+    scores: Scores = {}
+    for name in sorted({idle.return_class for idle in idles}):
+        own = [idle for idle in idles if idle.return_class == name]
+        if len(own) >= _LEAST_IDLE_TIMES:
+            facts = np.array([idle.facts for idle in own])
+            weights = _logistic(facts, np.array([idle.gap_seconds is None or idle.gap_seconds > LONG_SECONDS for idle in own], float))
+            cuts = np.quantile(facts @ weights, [1 / len(LEVELS), 2 / len(LEVELS)])
+            scores[name] = ([round(float(weight), 4) for weight in weights], [round(float(cut), 4) for cut in cuts])
+    return scores
+
+
+def _logistic(facts: NDArray[np.float64], outcomes: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Newton's method with an L2 penalty on all but the constant, which comes first."""
+    penalty = np.full(facts.shape[1], _L2)
+    penalty[0] = 1e-6
+    weights = np.zeros(facts.shape[1])
+    for _ in range(_MAX_STEPS):
+        chance = 1 / (1 + np.exp(-facts @ weights))
+        gradient = facts.T @ (chance - outcomes) + penalty * weights
+        curvature = (facts * (chance * (1 - chance))[:, None]).T @ facts + np.diag(penalty)
+        step = np.linalg.solve(curvature, gradient)
+        weights -= step
+        if np.abs(step).max() < 1e-6:
+            break
+    return weights
+
+
+def module_text(table: Counts, scores: Scores, num_sessions: int) -> str:
+    """The Python module that holds the table and the scores."""
     lines = [_HEAD.format(num_sessions=num_sessions)]
     for name in sorted(table):
         returned, never = table[name]
         half = NUM_BINS // 2
         rows = [f"        {', '.join(map(str, part))},\n" for part in (returned[:half], returned[half:])]
         lines.append(f'    "{name}": ((\n{"".join(rows)}    ), {never}),\n')
-    return "".join([*lines, _NOTE])
+    lines.append('}\n"""Class → (returns per age bin, idle times that never ended)."""\n\n')
+    for title, column, about in (("PACE_WEIGHTS", 0, "weights of `Pace.facts`"), ("PACE_CUTS", 1, "scores between its levels")):
+        lines.append(f"{title}: dict[str, tuple[float, ...]] = {{\n")
+        lines += [f'    "{name}": ({", ".join(map(str, row[column]))}),\n' for name, row in sorted(scores.items())]
+        lines.append(f'}}\n"""Class → {about}."""\n\n' if column == 0 else f'}}\n"""Class → {about}."""\n# fmt: on\n')
+    return "".join(lines)
+
+
+def refined(idles: Iterable[Idle], scores: Scores) -> Iterator[tuple[str, float | None]]:
+    """Each idle time under its class refined by these scores, and under the one without `full`."""
+    for idle in idles:
+        fullness = ":full" if idle.pace_class.endswith(":full") else ""
+        name = idle.return_class
+        if name in scores:
+            weights, cuts = scores[name]
+            name = f"{name}:{LEVELS[sum(np.dot(idle.facts, weights) > cut for cut in cuts)]}"
+            yield name, idle.gap_seconds
+        if fullness:
+            yield name + fullness, idle.gap_seconds
 
 
 def main(folder: Path) -> None:
     sessions = [session for session in distinct(TraceSet(folder).checked()) if not held_back(session)]
-    TARGET.write_text(module_text(count(sessions), len(sessions)))
+    streams = [stream for session in sessions for stream in session.streams]
+    whole = [idle for stream in streams for idle in idle_times(stream)]
+    fitting = [idle for stream in streams for idle in idle_times(within(stream, CONTEXT_TOKENS))]
+    scores = fit_scores(fitting)
+    table = count((idle.return_class, idle.gap_seconds) for idle in whole) | count(refined(fitting, scores))
+    TARGET.write_text(module_text(table, scores, len(sessions)))
 
 
 if __name__ == "__main__":

@@ -57,12 +57,15 @@ async def preemptions(served: Served) -> float:
 
 
 async def test_twins_that_vllm_computes_side_by_side_miss_their_head_in_flight(served: Served) -> None:
-    head = {"role": "system", "content": "Twins.\n" + TEXT * 100}
-    told = await asyncio.gather(*(chat(served.url, [head, user(f"Twin {n}.")], stream=True, max_tokens=4) for n in range(3)))
     causes: dict[str, int] = {}
-    for reply in told:
-        for cause, tokens in account(reply)["missed_tokens"].items():
-            causes[cause] = causes.get(cause, 0) + tokens
+    for attempt in range(10):  # on a busy machine the first twin may be done before the others have been sent
+        head = {"role": "system", "content": f"Twins {attempt}.\n" + TEXT * 100}
+        told = await asyncio.gather(*(chat(served.url, [head, user(f"Twin {n}.")], stream=True, max_tokens=4) for n in range(3)))
+        for reply in told:
+            for cause, tokens in account(reply)["missed_tokens"].items():
+                causes[cause] = causes.get(cause, 0) + tokens
+        if "in_flight" in causes:
+            break
     assert causes["in_flight"] > 1000, causes
     assert "unknown" not in causes
     alone = await chat(served.url, [head, user("And me.")], stream=True, max_tokens=4)

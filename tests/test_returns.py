@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from admission.return_class import TOOL_BUCKETS, parent_class, return_class, tool_bucket, with_tenant
+from admission.return_class import TOOL_BUCKETS, parent_class, return_class, tool_bucket, with_tenant, with_tool
 from admission.return_prior import RETURN_PRIOR
 from admission.returns import NUM_BINS, LifeTable, ReturnModel, ReturnParameters, bin_of, edge_seconds
 from replays.return_prior import count, distinct, held_back, idle_times, module_text
@@ -53,7 +53,7 @@ def test_quantiles_and_survival_of_a_known_distribution() -> None:
         assert model.hazard("root/tool", idle) == pytest.approx(soon, abs=0.015)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=15)
 @given(returned=COUNTS, left=COUNTS, never=st.integers(0, 50))
 def test_curves_agree_with_each_other(returned: list[int], left: list[int], never: int) -> None:
     table = LifeTable(returned, never)
@@ -129,7 +129,8 @@ def test_a_turn_waits_for_its_slowest_tool() -> None:
     names = [name for names in TOOL_BUCKETS.values() for name in names]
     assert len(names) == len(set(names))
     assert all(name == name.lower() for name in names)
-    assert return_class(is_subagent=True, calls_tools=True, ends_turn=False, tools=["Task"]) == "sub/tool:agent"
+    assert with_tool(return_class(is_subagent=True, calls_tools=True, ends_turn=False), ["Task"]) == "sub/tool:agent"
+    assert with_tool("root/tool:slow", []) == "root/tool:slow"
     assert return_class(is_subagent=False, calls_tools=False, ends_turn=True) == "root/end_turn"
     assert return_class(is_subagent=False, calls_tools=False, ends_turn=False) == "root/unknown"
 
@@ -137,15 +138,17 @@ def test_a_turn_waits_for_its_slowest_tool() -> None:
 def test_prior_is_made_from_sessions_that_are_not_held_back() -> None:
     sessions = list(distinct(TraceSet(SAMPLE / "sample.jsonl")))
     assert {held_back(session) for session in sessions} == {True, False}
-    table = count(sessions)
     idles = [idle for session in sessions for stream in session.streams for idle in idle_times(stream)]
+    table = count((idle.return_class, idle.gap_seconds) for idle in idles)
     assert sum(sum(returned) + never for returned, never in table.values()) == len(idles)
     assert list(distinct([*sessions, *sessions])) == sessions
     namespace: dict[str, object] = {}
-    exec(module_text(table, len(sessions)), namespace)
+    exec(module_text(table, {"root/tool": ([1.0, 2.0], [0.5, 0.7])}, len(sessions)), namespace)
     assert namespace["RETURN_PRIOR"] == {name: (tuple(returned), never) for name, (returned, never) in table.items()}
+    assert namespace["PACE_WEIGHTS"] == {"root/tool": (1.0, 2.0)}
+    assert namespace["PACE_CUTS"] == {"root/tool": (0.5, 0.7)}
 
 
 def test_shipped_prior_has_a_row_for_each_recorded_class() -> None:
-    assert {"root/tool", "root/end_turn", "root/unknown", "sub/tool", "sub/end_turn"} == RETURN_PRIOR.keys()
+    assert {"root/tool", "root/end_turn", "root/unknown", "sub/tool", "sub/end_turn"} <= RETURN_PRIOR.keys()
     assert all(len(returned) == NUM_BINS and min(returned) >= 0 for returned, _ in RETURN_PRIOR.values())

@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from admission.eviction.policy import EvictionPolicy, Extent, Fate, Knob, Pool, ReturnHazard
-from admission.eviction.ranking import Ranking, by_depth
+from admission.eviction.ranking import Rank, Ranking, by_depth
+
+_STALE_SHARE = 0.05
+"""A head's place is computed anew when its idle time has grown by this much: chances of return change with the logarithm of the age."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClassHazardParameters:
-    horizon_seconds: Annotated[float, Knob(1, 86_400, "how far ahead returns are told apart", log=True)] = 600.0
+    horizon_seconds: Annotated[float, Knob(1, 86_400, "how far ahead returns are told apart", log=True)] = 90.0
 
 
 def class_hazard(parameters: ClassHazardParameters, pool: Pool) -> EvictionPolicy:
@@ -25,13 +28,15 @@ def class_hazard(parameters: ClassHazardParameters, pool: Pool) -> EvictionPolic
 
 
 class _ClassHazard:
-    __slots__ = ("_dead", "_live", "_parameters", "_queues", "_returns")
+    __slots__ = ("_dead", "_live", "_parameters", "_places", "_queues", "_returns")
 
     def __init__(self, parameters: ClassHazardParameters, returns: ReturnHazard) -> None:
         self._parameters = parameters
         self._returns = returns
         self._dead = Ranking()
         self._live: dict[str, Ranking] = {}
+        self._places: dict[str, tuple[Extent, float, float, Rank]] = {}
+        """Class → its head, since when that is idle, until when its place is good, and the place."""
         self._queues: dict[int, tuple[Ranking, str | None]] = {}
 
     def insert(self, extent: Extent, now: float) -> None:
@@ -55,9 +60,7 @@ class _ClassHazard:
         if dead is not None:
             return dead
         heads = [head for queue in self._live.values() if (head := queue.first()) is not None]
-        if not heads:
-            return None
-        return min(heads, key=lambda extent: (-self._time_to_return(extent, now), extent.freed_seconds, -extent.end_block, extent.id))
+        return min(heads, key=lambda extent: self._place(extent, now), default=None)
 
     def check_integrity(self) -> None:
         for ranking in (self._dead, *self._live.values()):
@@ -65,9 +68,16 @@ class _ClassHazard:
         assert sum(map(len, (self._dead, *self._live.values()))) == len(self._queues)
         assert all(self._live.values())
 
-    def _time_to_return(self, extent: Extent, now: float) -> float:
+    def _place(self, extent: Extent, now: float) -> Rank:
+        """Where it stands among the heads, smallest first."""
+        known = self._places.get(extent.return_class)
+        if known is not None and known[0] is extent and known[1] == extent.freed_seconds and now < known[2]:
+            return known[3]
         idle_seconds = max(now - extent.freed_seconds, 0.0)
-        return self._returns.time_to_return(extent.return_class, idle_seconds, self._parameters.horizon_seconds)
+        wait = self._returns.time_to_return(extent.return_class, idle_seconds, self._parameters.horizon_seconds)
+        place = (-wait, extent.freed_seconds, -extent.end_block, extent.id)
+        self._places[extent.return_class] = (extent, extent.freed_seconds, now + idle_seconds * _STALE_SHARE, place)
+        return place
 
     def _put(self, extent: Extent) -> None:
         name = None
@@ -85,3 +95,4 @@ class _ClassHazard:
             queue.discard(extent)
             if name is not None and not queue:
                 del self._live[name]
+                self._places.pop(name, None)

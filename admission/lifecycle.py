@@ -1,0 +1,277 @@
+"""The life of a session, from what is said and what can be inferred: running, waiting for a tool or a person, ended.
+
+Clients hardly ever say that a session is over, and what is over is the best thing to evict. A state machine without a clock of its own: it
+is told what happens and answers `Fate` for each part of a session. What it calls dead it takes back when the session returns.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Annotated
+
+from admission.eviction.policy import Fate, Knob
+from admission.pace import Pace
+from admission.return_class import UNKNOWN, return_class, with_tool
+from admission.returns import ReturnModel
+
+
+class Phase(StrEnum):
+    RUNNING = "running"
+    TOOL_PENDING = "tool_pending"
+    """The last turn called tools."""
+    WAITING = "waiting"
+    """For a person, or for whatever follows a turn that called no tool."""
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class TurnEnd:
+    """How a turn ended."""
+
+    ends_turn: bool
+    """The model stopped by itself and called no tool."""
+    tools: tuple[str, ...] = ()
+    """Names of the tools that it called."""
+    from_user: bool = False
+    """It answered a person, not only tools."""
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LifecycleParameters:
+    least_chance: Annotated[float, Knob(0.01, 0.9, "of a return, below which an idle session counts as ended")] = 0.2
+    forget_seconds: Annotated[float, Knob(60, 604_800, "idle time after which a session is taken never to return", log=True)] = 14_400.0
+    superseding_turns: Annotated[float, Knob(1, 20, "turns on other branches after which a branch counts as left")] = 2.0
+    silent_turns: Annotated[float, Knob(1, 20, "turns without an echo of the output, after which none is expected")] = 2.0
+
+
+@dataclass(slots=True)
+class _Session:
+    tenant: str | None
+    parent_id: str | None
+    phase: Phase = Phase.RUNNING
+    num_running: int = 0
+    fate: Fate = Fate.LIVE
+    return_class: str = UNKNOWN
+    idle_since: float = 0.0
+    ends_turn: bool = False
+    children: set[str] = field(default_factory=set)
+    pace: Pace = field(default_factory=Pace)
+    num_turns: int = 0
+    branch_turns: dict[str, int] = field(default_factory=dict)
+    """Branch → the session's turn that used it last."""
+    shared_tokens: dict[str, int] = field(default_factory=dict)
+    """Branch → tokens of it that the newest prompt still has."""
+    side_branches: set[str] = field(default_factory=set)
+    num_silent: int = 0
+    epoch: int = 0
+    """Counts idle times, so that a deadline of an earlier one is told from the present one's."""
+
+
+def is_side_request(*, num_messages: int, num_tools: int, max_output_tokens: int | None, session_has_tools: bool) -> bool:
+    """Whether a request looks like one that no other builds on: a probe for one token, or a title or summary asked without the tools that
+    the session has otherwise."""
+    is_probe = max_output_tokens is not None and max_output_tokens <= 1
+    return is_probe or (session_has_tools and num_tools == 0 and num_messages <= 2)
+
+
+class Lifecycle:
+    """Sessions that have run and may come back. Calls that change what is known of sessions return the ids of those whose fate changed."""
+
+    def __init__(
+        self,
+        returns: ReturnModel,
+        parameters: LifecycleParameters | None = None,
+        *,
+        context_tokens: int | None = None,
+        time_scale: float = 1.0,
+    ) -> None:
+        """`context_tokens`: the model's limit. `time_scale`: how much faster than recorded the sessions run, as for `returns`."""
+        self._returns = returns
+        self._parameters = parameters or LifecycleParameters()
+        self._context_tokens = context_tokens
+        self._time_scale = time_scale
+        self._sessions: dict[str, _Session] = {}
+        self._deadlines: list[tuple[float, str, int, bool]] = []
+        """When, whose, of which idle time, and whether it is then forgotten."""
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def due_seconds(self) -> float | None:
+        """When `due` wants to be called next; None while nothing waits for time to pass. May be early, never late."""
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def phase(self, session_id: str) -> Phase:
+        session = self._sessions.get(session_id)
+        return Phase.ENDED if session is None else session.phase
+
+    def return_class(self, session_id: str) -> str:
+        """The class of its idle time, for `ReturnModel` and `Extent`."""
+        session = self._sessions.get(session_id)
+        return UNKNOWN if session is None else session.return_class
+
+    def fate(self, session_id: str, branch_id: str = "", *, start_tokens: int = 0, is_generated: bool = False) -> Fate:
+        """Of the part of a branch that starts at `start_tokens`. A session that is not known has ended."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            return Fate.ENDED
+        if session.fate is not Fate.LIVE:
+            return session.fate
+        if branch_id in session.side_branches:
+            return Fate.ONE_SHOT
+        if session.num_turns - session.branch_turns.get(branch_id, session.num_turns) >= self._parameters.superseding_turns:
+            return Fate.SUPERSEDED
+        if start_tokens >= session.shared_tokens.get(branch_id, math.inf):
+            return Fate.CUT
+        if is_generated and session.num_silent >= self._parameters.silent_turns:
+            return Fate.GENERATED
+        return Fate.LIVE
+
+    def turn_started(
+        self, session_id: str, now: float, *, branch_id: str = "", shared_tokens: int | None = None, parent_id: str | None = None,
+        tenant: str | None = None,
+    ) -> list[str]:  # fmt: skip
+        """A turn of the session begins; `shared_tokens`: how much of the branch's tokens its prompt has, where it has not all of them.
+
+        Its sub-agents that have finished are joined: their parent goes on, and with their results in its prompt it needs them no more.
+        """
+        session = self._sessions.get(session_id)
+        changed = []
+        if session is None:
+            session = self._sessions[session_id] = _Session(tenant, None if parent_id == session_id else parent_id)
+            if session.parent_id in self._sessions:
+                self._sessions[session.parent_id].children.add(session_id)
+        else:
+            changed = [session_id] if session.fate is not Fate.LIVE else []
+            if session.num_running == 0:
+                self._came_back(session, now)
+            session.fate = Fate.LIVE
+        session.num_running += 1
+        session.num_turns += 1
+        session.phase = Phase.RUNNING
+        session.side_branches.discard(branch_id)
+        session.branch_turns[branch_id] = session.num_turns
+        if shared_tokens is None:
+            session.shared_tokens.pop(branch_id, None)
+        else:
+            session.shared_tokens[branch_id] = shared_tokens
+        return changed + self._join(session, now)
+
+    def _came_back(self, session: _Session, now: float) -> None:
+        idle_seconds = now - session.idle_since
+        session.epoch += 1
+        session.pace.came_back(idle_seconds * self._time_scale)
+        self._returns.came_back(session.return_class, idle_seconds, now)
+
+    def _join(self, parent: _Session, now: float) -> list[str]:
+        joined = [child for child in sorted(parent.children) if self._is_finished(child)]
+        for child in joined:
+            session = self._sessions[child]
+            session.fate, session.phase = Fate.ENDED, Phase.ENDED
+        return joined
+
+    def _is_finished(self, session_id: str) -> bool:
+        session = self._sessions[session_id]
+        return session.num_running == 0 and session.ends_turn and session.fate is Fate.LIVE
+
+    def turn_ended(self, session_id: str, now: float, end: TurnEnd) -> None:
+        """A turn of the session is over; while others of it run, it stays running."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            return
+        session.num_running -= 1
+        assert session.num_running >= 0
+        session.pace.turn_ended(from_user=end.from_user)
+        if session.num_running:
+            return
+        if session.fate is Fate.ENDED:
+            self._drop(session_id)
+            return
+        session.idle_since = now
+        session.epoch += 1
+        session.ends_turn = end.ends_turn
+        session.phase = Phase.TOOL_PENDING if end.tools else Phase.WAITING
+        session.return_class = self._classify(session, end, now)
+        hopeless = self._returns.idle_until_hopeless(session.return_class, self._parameters.least_chance)
+        forget = self._parameters.forget_seconds
+        if hopeless < forget:
+            heapq.heappush(self._deadlines, (now + hopeless, session_id, session.epoch, False))
+        heapq.heappush(self._deadlines, (now + forget, session_id, session.epoch, True))
+
+    def _classify(self, session: _Session, end: TurnEnd, now: float) -> str:
+        name = return_class(is_subagent=session.parent_id is not None, calls_tools=bool(end.tools), ends_turn=end.ends_turn)
+        tokens = end.num_prompt_tokens + end.num_output_tokens
+        share = tokens / self._context_tokens if self._context_tokens else None
+        name = with_tool(session.pace.refine(name, end.num_output_tokens, share), end.tools)
+        return self._returns.class_for(session.tenant, name, now)
+
+    def side_request(self, session_id: str, branch_id: str) -> list[str]:
+        """Instead of a turn's start and end: a request (`is_side_request`) that says nothing of when the session is back."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            return []
+        session.side_branches.add(branch_id)
+        return [session_id]
+
+    def output_seen_again(self, session_id: str, echoed: bool) -> list[str]:
+        """A prompt did or did not bring back the tokens that were generated before it."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            return []
+        was = session.num_silent >= self._parameters.silent_turns
+        session.num_silent = 0 if echoed else session.num_silent + 1
+        return [session_id] if was != (session.num_silent >= self._parameters.silent_turns) else []
+
+    def end_said(self, session_id: str, now: float) -> list[str]:
+        """The client deleted it or said that it is over; its sub-agents are over with it. One that runs is dropped when its turns end,
+        unless another turn of it starts before."""
+        session = self._sessions.get(session_id)
+        if session is None or (session.num_running and session.fate is Fate.ENDED):
+            return []
+        if session.num_running == 0 and session.fate is Fate.LIVE:
+            self._returns.left(session.return_class, now - session.idle_since, now)
+        children = sorted(session.children)
+        session.fate = Fate.ENDED
+        if session.num_running == 0:
+            self._drop(session_id)
+        return [session_id, *(ended for child in children for ended in self.end_said(child, now))]
+
+    def due(self, now: float) -> list[str]:
+        """Time has passed: those that are idle for too long for their class are taken to have ended, and later forgotten."""
+        changed = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, session_id, epoch, is_last = heapq.heappop(self._deadlines)
+            session = self._sessions.get(session_id)
+            if session is None or session.epoch != epoch or session.num_running:
+                continue
+            if session.fate is Fate.LIVE:
+                session.fate, session.phase = Fate.ENDED, Phase.ENDED
+                changed.append(session_id)
+            if is_last:
+                self._returns.never_came_back(session.return_class, now)
+                self._drop(session_id)
+        return changed
+
+    def _drop(self, session_id: str) -> None:
+        session = self._sessions.pop(session_id)
+        parent = self._sessions.get(session.parent_id or "")
+        if parent is not None:
+            parent.children.discard(session_id)
+        for child in session.children:
+            if child in self._sessions:
+                self._sessions[child].parent_id = ""
+
+    def check_integrity(self) -> None:
+        """Assert what must hold between calls."""
+        for session_id, session in self._sessions.items():
+            assert (session.phase is Phase.RUNNING) == (session.num_running > 0)
+            assert all(self._sessions[child].parent_id == session_id for child in session.children)
+        waiting = {(session_id, epoch) for _, session_id, epoch, is_last in self._deadlines if is_last}
+        for session_id, session in self._sessions.items():
+            assert session.num_running or (session_id, session.epoch) in waiting, "who is idle is forgotten some day"
