@@ -37,7 +37,7 @@ class ReusePlan:
 
 
 def fixed_plan(num_sparse_layers: int, freq: int = 1, offset: int = 0) -> ReusePlan:
-    """One of every `freq` sparse layers leads, counted from `offset`; those before it read the first. `freq` 1: no reuse.
+    """One of every `freq` sparse layers leads, counted from `offset`; those before it all lead. `freq` 1: no reuse.
 
     Raises ValueError for a frequency under 1 or a negative offset.
     """
