@@ -73,6 +73,17 @@ class TreePlay:
         """When the next call falls due; None while all wait for calls in flight."""
         return min((self._due_at(call) for call in self._heads()), default=None)
 
+    def has_started(self, call: PlannedCall) -> bool:
+        """Sent, skipped or never to be sent: in any case nothing that is to come."""
+        return call.index < self._next[call.stream]
+
+    def expected_at(self, call: PlannedCall, now: float, recorded_seconds: float) -> float:
+        """When a call that has not started will, as far as that is known: its due time, or as long after `now` as its recorded start
+        lies after `recorded_seconds`. Changes nothing."""
+        if call.index == self._next[call.stream] and all(number in self._finished for number in call.waits_for):
+            return self._due_at(call)
+        return now + max(0.0, call.request.start_seconds - recorded_seconds) / self._time_scale
+
     def start(self, call: PlannedCall) -> None:
         """`call` is on the wire."""
         self._in_flight.add(call.number)

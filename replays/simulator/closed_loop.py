@@ -1,0 +1,259 @@
+"""The closed loop by AgentX's rules: so many session trees live at all times, each played as the live replay plays it (`replays.play`)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from replays.plan import PlannedCall
+from replays.play import TreePlay
+from replays.simulator.chains import Branch, BranchSet
+from replays.simulator.clock import Clock, Rank
+from replays.simulator.outcomes import Outcome
+from replays.simulator.scripts import Script
+from replays.simulator.server import Call, Server, path_of
+
+_STREAMS_A_PLAY = 1 << 12
+
+
+@dataclass(frozen=True, slots=True)
+class LoopOptions:
+    """Seconds are trace seconds, which are simulated seconds."""
+
+    concurrency: int = 28
+    seed: int = 42
+    duration: float | None = 3600.0
+    """Of profiling; None: each session once, from its start, without a warm-up."""
+    warmup: int = 10
+    """Requests per lane after the primers, one token each."""
+    window_start: float = 0.25
+    window_end: float = 0.75
+    idle_cap: float = 300.0
+    system_idle_cap: float = 10.0
+    shuffle: bool = True
+    """Draw the sessions in an order that the seed gives; else in the order of the files, as the live replay does."""
+
+
+@dataclass(slots=True, eq=False)
+class Play:
+    """One session being played."""
+
+    script: Script
+    tree: TreePlay
+    branches: BranchSet
+    number: int
+    clock_seconds: float = 0.0
+    """Recorded start of the newest call sent."""
+
+
+@dataclass(eq=False)
+class ClosedLoop:
+    """Leads the lanes through warm-up and profiling."""
+
+    clock: Clock
+    server: Server
+    scripts: Sequence[Script]
+    options: LoopOptions
+    profiling: bool = False
+    profiling_started: float = 0.0
+    plays: dict[int, Play] = field(default_factory=dict)
+    """Live ones, by number."""
+    num_overflows: int = 0
+    _taken: int = 0
+    _num_ready: int = 0
+    _idle_version: int = 0
+
+    def start(self) -> None:
+        """Plan the first events; the clock does the rest."""
+        self._order = list(range(len(self.scripts)))
+        if self.options.shuffle:
+            random.Random(f"{self.options.seed}/order").shuffle(self._order)
+        self._lanes = [_Lane(self, number) for number in range(self.options.concurrency)]
+        for lane in self._lanes:
+            self.clock.at(0.0, lane.begin)
+
+    def take(self) -> Play | None:
+        """The next session; None when all have been played once and once is enough."""
+        if self.options.duration is None and self._taken >= len(self.scripts):
+            return None
+        number = self._taken
+        self._taken += 1
+        script = self.scripts[self._order[number % len(self.scripts)]]
+        tree = TreePlay(script.plan, number, now=self.clock.now, time_scale=1.0, idle_cap_seconds=self.options.idle_cap)
+        play = Play(script, tree, BranchSet(script.forest, number), number)
+        self.plays[number] = play
+        return play
+
+    def ready(self) -> None:
+        """A lane is warm. With the last of them profiling begins."""
+        self._num_ready += 1
+        if self._num_ready < len(self._lanes):
+            return
+        self.profiling = True
+        self.profiling_started = self.clock.now
+        if self.options.duration is not None:
+            self.clock.at(self.clock.now + self.options.duration, self._stop, Rank.TICK)
+        for lane in self._lanes:
+            lane.profile()
+
+    def _stop(self) -> None:
+        self.clock.stopped = True
+
+    def send(self, lane: _Lane, play: Play, call: PlannedCall, max_tokens: int | None, *, primer: bool = False) -> None:
+        """Send one call; the lane hears of its end."""
+        play.clock_seconds = max(play.clock_seconds, call.request.start_seconds)
+        self._idle_version += 1
+        numbers = play.script.plan.streams[call.stream]
+        prompt = max(1, call.request.num_prompt_tokens)
+
+        def done(outcome: Outcome | None) -> None:
+            if outcome is None:
+                self.num_overflows += 1
+            if not primer:
+                play.tree.finish(call, self.clock.now, ends_stream=outcome is None)
+            lane.heard(primer=primer)
+            self._watch_idle()
+
+        self.server.submit(
+            Call(
+                stream=play.number * _STREAMS_A_PLAY + call.stream,
+                name=f"{play.number}/{play.script.plan.session.streams[call.stream].name}",
+                path=path_of(play.branches.tail(play.script.places[call.number])),
+                num_prompt_tokens=prompt,
+                num_output_tokens=call.max_tokens if max_tokens is None else max_tokens,
+                return_class=call.request.stop or "unknown",
+                warmup=not self.profiling,
+                on_done=done,
+                num_theoretical_blocks=call.theoretical.num_hit_blocks,
+                num_trace_blocks=call.theoretical.num_blocks,
+                is_last=not primer and call.number == numbers[-1],
+            ),
+            play.number,
+        )
+
+    def _watch_idle(self) -> None:
+        if self.server.num_in_flight == 0 and self.profiling:
+            self._idle_version += 1
+            version = self._idle_version
+            self.clock.at(self.clock.now + self.options.system_idle_cap, lambda: self._jump(version), Rank.TICK)
+
+    def _jump(self, version: int) -> None:
+        """Nothing was in flight for as long as AgentX allows: the next request of all comes at once."""
+        if version != self._idle_version or self.server.num_in_flight:
+            return
+        dues = [due for lane in self._lanes if lane.play is not None and (due := lane.play.tree.next_due()) is not None]
+        ahead = min(dues, default=self.clock.now) - self.clock.now
+        if ahead > 0:
+            for lane in self._lanes:
+                if lane.play is not None:
+                    lane.play.tree.jump(ahead)
+                    lane.step()
+
+    def uses(self, branch: Branch, now: float) -> Iterator[tuple[float, int]]:
+        """(time, depth) of the calls to come that ask for a branch, by time: what a clairvoyant policy is told."""
+        play = self.plays.get(branch.owner)
+        number = play.branches.number_of(branch) if play is not None else None
+        if play is None or number is None:
+            return iter(())
+        return iter(sorted(_uses(play, number, now)))
+
+
+def _uses(play: Play, branch: int, now: float) -> Iterator[tuple[float, int]]:
+    tree, calls = play.tree, play.script.plan.calls
+    deepest = 0
+    for number, depth in play.script.uses[branch]:
+        if depth > deepest and not tree.has_started(calls[number]):
+            deepest = depth
+            yield tree.expected_at(calls[number], now, play.clock_seconds), depth
+
+
+class _Lane:
+    """One live session tree after another."""
+
+    def __init__(self, loop: ClosedLoop, number: int) -> None:
+        self._loop = loop
+        self._random = random.Random(f"{loop.options.seed}/{number}")
+        self.play: Play | None = None
+        self._num_primers = 0
+        self._num_warm = 0
+        self._is_ready = False
+        self._version = 0
+
+    def begin(self) -> None:
+        loop = self._loop
+        self.play = loop.take()
+        if self.play is None or loop.options.duration is None:
+            self._become_ready()
+            return
+        share = self._random.uniform(loop.options.window_start, loop.options.window_end)
+        tree = self.play.tree
+        primers = tree.skip_to(share * tree.plan.duration_seconds, loop.clock.now)
+        self._num_primers = len(primers)
+        for primer in primers:
+            loop.send(self, self.play, primer, 1, primer=True)
+        if not primers:
+            self._warm_up()
+
+    def profile(self) -> None:
+        if self.play is not None:
+            self.play.tree.resume(self._loop.clock.now)
+            self.step()
+
+    def heard(self, *, primer: bool) -> None:
+        """A call of this lane has ended."""
+        if primer:
+            self._num_primers -= 1
+        if self._num_primers:
+            return
+        if self._loop.profiling:
+            self.step()
+        elif not self._is_ready:
+            self._warm_up()
+
+    def _warm_up(self) -> None:
+        loop = self._loop
+        while self.play is not None:
+            if self.play.tree.drained:
+                self._recycle()
+                continue
+            left = loop.options.warmup - self._num_warm
+            possible = self.play.tree.possible()[:left]
+            self._num_warm += len(possible)
+            for call in possible:
+                self.play.tree.start(call)
+                loop.send(self, self.play, call, 1)
+            break
+        if self._num_warm >= loop.options.warmup and (self.play is None or not self.play.tree.num_in_flight):
+            self._become_ready()
+
+    def _become_ready(self) -> None:
+        if not self._is_ready:
+            self._is_ready = True
+            self._loop.ready()
+
+    def _recycle(self) -> None:
+        assert self.play is not None
+        self._loop.plays.pop(self.play.number, None)
+        self.play = self._loop.take()
+
+    def step(self) -> None:
+        """Send what is due and plan the next look."""
+        loop = self._loop
+        while self.play is not None and self.play.tree.drained:
+            self._recycle()
+        if self.play is None:
+            return
+        play, now = self.play, loop.clock.now
+        for call in play.tree.due(now):
+            play.tree.start(call)
+            loop.send(self, play, call, None)
+        due = play.tree.next_due()
+        self._version += 1
+        if due is not None:
+            version = self._version
+            loop.clock.at(due, lambda: self._wake(version))
+
+    def _wake(self, version: int) -> None:
+        if version == self._version:
+            self.step()

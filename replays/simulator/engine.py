@@ -1,0 +1,317 @@
+"""vLLM V1's scheduler in discrete steps: token budget, chunked prefill, running before waiting, preemption by recompute.
+
+The order inside a step is vLLM 0.32's (`v1/core/sched/scheduler.py`, synchronous): running requests first; a failed allocation preempts the
+last running one, and in such a step nobody is admitted; then the waiting queue in order, each looked up at the attempt, until one does not
+fit. A block can be hit from when it is allocated for computing, not only when its step has ended: vLLM hashes it then.
+
+Steps that only decode are fused: nothing can change until a request ends or another arrives, so they cost one look.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from replays.simulator.cost import CostModel, StepWork
+from replays.simulator.options import EngineOptions
+from replays.simulator.pool import BlockPool, Path, Use
+
+_MILLI = 1000
+
+
+@dataclass(slots=True, eq=False)
+class EngineRequest:
+    """One request and where it stands. Times are simulated seconds; token counts as in vLLM."""
+
+    id: int
+    path: Path
+    num_prompt_tokens: int
+    num_output_tokens: int
+    use: Use
+    arrived: float = 0.0
+    num_tokens: int = 0
+    """Prompt and what was generated so far."""
+    num_computed_tokens: int = 0
+    num_blocks: int = 0
+    """Physical blocks that it uses."""
+    num_hashed: int = 0
+    """Of these, how many have a hash."""
+    num_drafts: int = 0
+    milli_credit: int = 0
+    """Accepted tokens owed, in thousandths, so that any acceptance length is met exactly in the mean."""
+    num_preemptions: int = 0
+    num_hit_blocks: int = 0
+    """Of the first scheduling; what a preempted request finds again is not counted."""
+    num_resident_blocks: int = 0
+    num_computed_before: int = 0
+    """Blocks of its prompt that some request had computed when it was scheduled first."""
+    num_external_tokens: int = 0
+    scheduled: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+
+    def __post_init__(self) -> None:
+        self.num_tokens = self.num_prompt_tokens
+
+    @property
+    def num_generated(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+
+@dataclass(slots=True)
+class Step:
+    """What is on the device: first step's tokens, and how many pure decode steps follow it (`num_steps` in all)."""
+
+    started: float
+    scheduled: list[tuple[EngineRequest, int]]
+    first_seconds: float
+    growth_seconds: float = 0.0
+    """By how much each further step is longer than the one before it."""
+    num_steps: int = 1
+
+    def seconds(self, num_steps: int) -> float:
+        return num_steps * self.first_seconds + num_steps * (num_steps - 1) / 2 * self.growth_seconds
+
+    @property
+    def ends(self) -> float:
+        return self.started + self.seconds(self.num_steps)
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    num_steps: int = 0
+    num_preemptions: int = 0
+    busy_seconds: float = 0.0
+    num_computed_tokens: int = 0
+    peak_usage: float = 0.0
+    usage_seconds: float = 0.0
+
+
+@dataclass(eq=False)
+class Engine:
+    """One engine. `add` at any time; `start` when idle or after `finish`; `finish` when the step's time is over."""
+
+    options: EngineOptions
+    pool: BlockPool
+    cost: CostModel
+    on_first_token: Callable[[EngineRequest, float], None] = lambda request, now: None
+    on_finished: Callable[[EngineRequest, float], None] = lambda request, now: None
+    waiting: deque[EngineRequest] = field(default_factory=deque)
+    running: list[EngineRequest] = field(default_factory=list)
+    step: Step | None = None
+    counters: EngineCounters = field(default_factory=EngineCounters)
+
+    def __post_init__(self) -> None:
+        options = self.options
+        self._milli_length = round(options.acceptance_length * _MILLI)
+        assert _MILLI <= self._milli_length <= (options.num_speculative_tokens + 1) * _MILLI
+        self._watermark_blocks = int(options.watermark * options.num_blocks)
+        self._now = 0.0
+
+    def add(self, request: EngineRequest, now: float) -> None:
+        """Queue a request. A fused run of decode steps is cut at the end of the step that is under way."""
+        request.arrived = now
+        self.waiting.append(request)
+        self.interrupt(now)
+
+    def interrupt(self, now: float) -> None:
+        """Something has changed: no further fused step starts after `now`."""
+        step = self.step
+        if step is None or step.num_steps == 1:
+            return
+        elapsed = now - step.started
+        low, high = 1, step.num_steps
+        while low < high:
+            middle = (low + high) // 2
+            if step.seconds(middle) >= elapsed:
+                high = middle
+            else:
+                low = middle + 1
+        step.num_steps = low
+
+    def start(self, now: float) -> Step | None:
+        """Schedule and start a step; None when there is nothing that can run."""
+        assert self.step is None
+        self._now = now
+        scheduled, preempted = self._schedule_running()
+        num_decoding = len(scheduled)
+        if not preempted:
+            self._schedule_waiting(scheduled)
+        if not scheduled:
+            return None
+        step = self.step = Step(now, scheduled, self.cost.step_seconds(_work(scheduled)))
+        if num_decoding == len(scheduled) == len(self.running) and not preempted:
+            self._fuse(step)
+        return step
+
+    def finish(self, now: float) -> None:
+        """The step is over: tokens come out, requests end, blocks are let go."""
+        step = self.step
+        assert step is not None
+        self.step = None
+        self._now = now
+        counters = self.counters
+        counters.num_steps += step.num_steps
+        counters.busy_seconds += now - step.started
+        usage = self.pool.usage
+        counters.usage_seconds += usage * (now - step.started)
+        counters.peak_usage = max(counters.peak_usage, usage)
+        if step.num_steps > 1:
+            for request, _ in step.scheduled:
+                self._advance(request, step.num_steps - 1)
+        stopped = False
+        for request, num_new in step.scheduled:
+            request.num_computed_tokens += num_new
+            counters.num_computed_tokens += num_new
+            if request.num_computed_tokens >= request.num_tokens:
+                stopped |= self._sample(request)
+        if stopped:
+            self.running = [request for request in self.running if request.finished is None]
+
+    def _schedule_running(self) -> tuple[list[tuple[EngineRequest, int]], bool]:
+        scheduled: list[tuple[EngineRequest, int]] = []
+        budget = self.options.max_num_batched_tokens
+        preempted = False
+        index = 0
+        while index < len(self.running) and budget > 0:
+            request = self.running[index]
+            num_new = min(request.num_tokens + request.num_drafts - request.num_computed_tokens, budget)
+            while not (fits := self._grow(request, num_new)):
+                victim = self.running.pop()
+                self._preempt(victim)
+                preempted = True
+                if victim is request:
+                    break
+            if not fits:
+                break
+            scheduled.append((request, num_new))
+            budget -= num_new
+            index += 1
+        self._budget = budget
+        return scheduled, preempted
+
+    def _schedule_waiting(self, scheduled: list[tuple[EngineRequest, int]]) -> None:
+        while self.waiting and self._budget > 0 and len(self.running) < self.options.max_num_seqs:
+            request = self.waiting[0]
+            num_new = self._admit(request)
+            if num_new is None:
+                return
+            self.waiting.popleft()
+            self.running.append(request)
+            scheduled.append((request, num_new))
+            self._budget -= num_new
+
+    def _admit(self, request: EngineRequest) -> int | None:
+        """Give a waiting request its hits and the blocks of its first chunk; the chunk's tokens, or None where it does not fit."""
+        options, pool = self.options, self.pool
+        size = options.block_size
+        limit = (request.num_tokens - 1) // size
+        resident = pool.hit_depth(request.path, limit)
+        hit = resident - 1 if options.drops_last_block and resident else resident
+        num_new = min(request.num_tokens - hit * size, self._budget)
+        spare = pool.num_free - pool.num_idle_in(request.path, hit) - (self._watermark_blocks if self.running else 0)
+        if options.full_prompt_must_fit and -(-request.num_tokens // size) - hit > spare:
+            return None
+        end = hit * size + num_new
+        num_blocks = -(-(end + options.num_speculative_tokens) // size)
+        if num_blocks - hit > spare:
+            return None
+        if request.scheduled is None:
+            request.scheduled = self._now
+            request.num_hit_blocks, request.num_resident_blocks = hit, resident
+            request.num_computed_before = pool.computed_depth(request.path, limit)
+        pool.hold(request.id, request.path, hit, self._now)
+        pool.allocate(num_blocks - hit, self._now)
+        request.num_computed_tokens = hit * size
+        request.num_blocks, request.num_hashed = num_blocks, hit
+        self._commit(request, min(end, request.num_tokens) // size)
+        return num_new
+
+    def _grow(self, request: EngineRequest, num_new: int) -> bool:
+        options = self.options
+        end = request.num_computed_tokens + num_new
+        more = -(-(end + options.num_speculative_tokens) // options.block_size) - request.num_blocks
+        if more > 0:
+            if more > self.pool.num_free:
+                return False
+            self.pool.allocate(more, self._now)
+            request.num_blocks += more
+        self._commit(request, min(end, request.num_tokens) // options.block_size)
+        return True
+
+    def _commit(self, request: EngineRequest, depth: int) -> None:
+        if depth > request.num_hashed:
+            self.pool.commit(request.id, request.path, request.num_hashed, depth, self._now)
+            request.num_hashed = depth
+
+    def _release(self, request: EngineRequest) -> None:
+        plain = request.num_blocks - request.num_hashed
+        self.pool.free(request.id, request.path, request.num_hashed, plain, request.use, self._now)
+        request.num_blocks = request.num_hashed = 0
+
+    def _preempt(self, request: EngineRequest) -> None:
+        self._release(request)
+        request.num_computed_tokens = request.num_drafts = 0
+        request.num_preemptions += 1
+        self.counters.num_preemptions += 1
+        self.waiting.appendleft(request)
+
+    def _sample(self, request: EngineRequest) -> bool:
+        """The step's tokens of a request whose prompt is computed; whether it has ended."""
+        num_out = 1
+        if request.num_drafts:
+            request.milli_credit += self._milli_length
+            num_out, request.milli_credit = divmod(request.milli_credit, _MILLI)
+            request.num_computed_tokens -= request.num_drafts - (num_out - 1)
+        if request.first_token is None:
+            request.first_token = self._now
+            self.on_first_token(request, self._now)
+        request.num_tokens += min(num_out, request.num_output_tokens - request.num_generated)
+        request.num_drafts = self.options.num_speculative_tokens
+        if request.num_generated < request.num_output_tokens:
+            return False
+        request.finished = self._now
+        self._release(request)
+        self.on_finished(request, self._now)
+        return True
+
+    def _fuse(self, step: Step) -> None:
+        """Let the step stand for as many as end nobody before the last of them, if their blocks are there."""
+        num_drafts = self.options.num_speculative_tokens
+        num_steps = min(self._steps_left(request) for request, num_new in step.scheduled)
+        if any(num_new != 1 + num_drafts or request.num_drafts != num_drafts for request, num_new in step.scheduled) or num_steps < 2:
+            return
+        size = self.options.block_size
+        most = (num_steps * self._milli_length) // _MILLI + 2 + 2 * num_drafts
+        if sum(max(0, -(-(request.num_tokens + most) // size) - request.num_blocks) for request, _ in step.scheduled) > self.pool.num_free:
+            return
+        step.num_steps = num_steps
+        step.growth_seconds = self.cost.growth_seconds(len(step.scheduled)) * self._milli_length / _MILLI
+
+    def _steps_left(self, request: EngineRequest) -> int:
+        """Decode steps until it ends."""
+        owed = (request.num_output_tokens - request.num_generated) * _MILLI - request.milli_credit
+        return -(-owed // self._milli_length)
+
+    def _advance(self, request: EngineRequest, num_steps: int) -> None:
+        """`num_steps` decode steps at once, none of them its last; its blocks are there."""
+        request.milli_credit += num_steps * self._milli_length
+        num_out, request.milli_credit = divmod(request.milli_credit, _MILLI)
+        request.num_tokens += num_out
+        request.num_computed_tokens += num_out
+        fits = self._grow(request, 1 + request.num_drafts)
+        assert fits
+        self.counters.num_computed_tokens += num_steps * (1 + request.num_drafts)
+
+
+def _work(scheduled: list[tuple[EngineRequest, int]]) -> StepWork:
+    num_decode = decode_context = num_prefill = prefill_context = 0
+    for request, num_new in scheduled:
+        if request.num_computed_tokens >= request.num_prompt_tokens and request.num_generated:
+            num_decode += 1
+            decode_context += request.num_computed_tokens
+        else:
+            num_prefill += num_new
+            prefill_context += num_new * request.num_computed_tokens
+    return StepWork(num_decode, decode_context, num_prefill, prefill_context)

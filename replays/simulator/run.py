@@ -1,0 +1,111 @@
+"""One simulation: options in, report out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from admission.eviction import EVICTION_POLICIES
+from admission.eviction.policy import EvictionPolicy, Pool
+from admission.policies import ADMISSION_POLICIES
+from admission.requests import Limits
+from admission.returns import ReturnModel, ReturnParameters
+from admission.tickets import TicketBook
+from replays.simulator.anatomy import Anatomy
+from replays.simulator.chains import Branch
+from replays.simulator.clock import Clock
+from replays.simulator.closed_loop import ClosedLoop, LoopOptions
+from replays.simulator.cost import PROFILES, Profile
+from replays.simulator.engine import Engine
+from replays.simulator.fates import Fates, Knowledge
+from replays.simulator.options import EngineOptions
+from replays.simulator.outcomes import Outcome
+from replays.simulator.pool import BlockPool
+from replays.simulator.report import SimulationReport, make_report
+from replays.simulator.scripts import Script
+from replays.simulator.server import Server
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationOptions:
+    """What to simulate. Capacity None: the profile's."""
+
+    policy: str = "lru"
+    parameters: Mapping[str, float] = field(default_factory=dict)
+    admission: str = "fcfs"
+    profile: str = "nominal"
+    capacity_tokens: int | None = None
+    block_size: int = 128
+    max_num_seqs: int | None = None
+    """None: twice the concurrency, as the published recipes set it."""
+    num_replicas: int = 1
+    knowledge: Knowledge = field(default_factory=Knowledge)
+    loop: LoopOptions = field(default_factory=LoopOptions)
+    sample_seconds: float = 10.0
+
+
+@dataclass(eq=False)
+class Simulation:
+    """The parts of one run, joined. `run` may be called once."""
+
+    scripts: Sequence[Script]
+    options: SimulationOptions
+
+    def __post_init__(self) -> None:
+        options = self.options
+        self.profile: Profile = PROFILES[options.profile]
+        self.clock = Clock()
+        self.outcomes: list[Outcome] = []
+        self.engine_options = engine_options(options, self.profile)
+        choice = EVICTION_POLICIES[options.policy]
+        fates = Fates(options.knowledge, self._uses if choice.needs_future else None)
+        self.anatomy = Anatomy(options.sample_seconds)
+        engines = [
+            Engine(
+                self.engine_options,
+                BlockPool(self.engine_options.num_blocks, self._policy(), fates, self.anatomy.evicted),
+                self.profile.cost,
+            )
+            for _ in range(options.num_replicas)
+        ]
+        capacity = self.engine_options.num_blocks * options.block_size * options.num_replicas
+        self.server = Server(
+            self.clock,
+            engines,
+            ADMISSION_POLICIES[options.admission](TicketBook(), Limits(capacity_tokens=capacity)),
+            self.profile.request_seconds,
+            self.profile.token_seconds,
+            self.outcomes.append,
+        )
+        self.loop: ClosedLoop = ClosedLoop(self.clock, self.server, self.scripts, options.loop)
+
+    def _uses(self, branch: Branch, now: float) -> Iterator[tuple[float, int]]:
+        return self.loop.uses(branch, now)
+
+    def _policy(self) -> EvictionPolicy:
+        options = self.options
+        returns = ReturnModel(ReturnParameters(longest_gap_seconds=options.loop.idle_cap))
+        pool = Pool(self.engine_options.num_blocks, returns)
+        return EVICTION_POLICIES[options.policy].build(pool, options.parameters)
+
+    def run(self) -> SimulationReport:
+        self.loop.start()
+        self.anatomy.watch(self.clock, self.server, self.loop)
+        self.clock.run()
+        return make_report(self.options, self.loop, self.server, self.outcomes, self.anatomy)
+
+
+def engine_options(options: SimulationOptions, profile: Profile) -> EngineOptions:
+    """The engine of `profile` as `options` want it."""
+    capacity = options.capacity_tokens or profile.capacity_tokens
+    return replace(
+        profile.engine,
+        num_blocks=capacity // options.block_size,
+        block_size=options.block_size,
+        max_num_seqs=options.max_num_seqs or 2 * options.loop.concurrency,
+    )
+
+
+def simulate(scripts: Sequence[Script], options: SimulationOptions) -> SimulationReport:
+    """Play `scripts` by `options`. The same arguments give the same report."""
+    return Simulation(scripts, options).run()

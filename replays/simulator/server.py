@@ -1,0 +1,226 @@
+"""What stands between the clients and the engines: admission, placement, and the claims that streams have on blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from admission.requests import AdmissionPolicy, AdmissionRequest, Grant
+from admission.tickets import Ticket
+from replays.simulator.chains import Branch
+from replays.simulator.clock import Clock, Rank
+from replays.simulator.engine import Engine, EngineRequest
+from replays.simulator.outcomes import Outcome
+from replays.simulator.pool import Path, Use, covered
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One call of a client. `tail` is the branch that it alone adds; `path` leads to it."""
+
+    stream: int
+    name: str
+    path: Path
+    num_prompt_tokens: int
+    num_output_tokens: int
+    return_class: str
+    warmup: bool
+    on_done: Callable[[Outcome | None], None]
+    """None: its prompt is longer than the pool."""
+    num_theoretical_blocks: int = 0
+    num_trace_blocks: int = 0
+    is_last: bool = False
+    """No call of its stream follows."""
+    asked: float = 0.0
+    started: float = 0.0
+    num_ceiling_blocks: int = 0
+    replica: int = 0
+    ticket: Ticket | None = None
+
+
+@dataclass(eq=False)
+class Server:
+    """Owns the engines' step events. Each stream stays with its play's replica, as prefix affinity would have it."""
+
+    clock: Clock
+    engines: Sequence[Engine]
+    admission: AdmissionPolicy
+    request_seconds: float = 0.0
+    """Fixed time of a request outside the engine: HTTP, rendering, tokens."""
+    token_seconds: float = 0.0
+    on_outcome: Callable[[Outcome], None] = lambda outcome: None
+    num_in_flight: int = 0
+    _next_id: int = 0
+    _calls: dict[int, Call] = field(default_factory=dict)
+    _held: dict[str, Call] = field(default_factory=dict)
+    _claimed: dict[int, tuple[Path, int]] = field(default_factory=dict)
+    _due_planned: float | None = None
+
+    def __post_init__(self) -> None:
+        self._versions = [0] * len(self.engines)
+        for index, engine in enumerate(self.engines):
+            engine.on_finished = lambda request, now, index=index: self._finished(index, request)  # type: ignore[misc]  # bound early
+
+    def submit(self, call: Call, place: int) -> None:
+        """A client asks. `place` chooses the replica: the same for all calls of one play."""
+        now = self.clock.now
+        call.asked = now
+        call.replica = place % len(self.engines)
+        engine = self.engines[call.replica]
+        size = engine.options.block_size
+        most = engine.options.num_blocks * size - 2 * engine.options.num_speculative_tokens
+        if call.num_prompt_tokens + call.num_output_tokens > most:
+            self.end_stream(call.stream)
+            self.clock.at(now, lambda: call.on_done(None))
+            return
+        self.num_in_flight += 1
+        limit = (call.num_prompt_tokens - 1) // size
+        self._claim(call, now)
+        call.num_ceiling_blocks = _sent_before(call.path, limit, call.num_prompt_tokens // size)
+        resident = engine.pool.hit_depth(call.path, limit) * size
+        self._next_id += 1
+        charge = call.num_prompt_tokens - resident + call.num_output_tokens
+        request = AdmissionRequest(str(self._next_id), call.name, charge, resident)
+        self._held[request.id] = call
+        answer = self.admission.offer(request, now)
+        if isinstance(answer, Grant):
+            self._granted([answer])
+        self._plan_due()
+
+    def end_stream(self, stream: int) -> None:
+        """The stream is over: nothing of its newest prompt will be asked for by it."""
+        path, _ = self._claimed.pop(stream, ((), 0))
+        self._drop_claims(stream, path, ended=True)
+
+    def _granted(self, grants: Sequence[Grant]) -> None:
+        for grant in grants:
+            call = self._held.pop(grant.request_id)
+            call.ticket = grant.ticket
+            delay = self.request_seconds + self.token_seconds * call.num_prompt_tokens
+            if delay:
+                self.clock.at(self.clock.now + delay, lambda call=call: self._start(call))  # type: ignore[misc]  # bound early
+            else:
+                self._start(call)
+
+    def _start(self, call: Call) -> None:
+        now = self.clock.now
+        call.started = now
+        self._next_id += 1
+        request = EngineRequest(
+            id=self._next_id,
+            path=call.path,
+            num_prompt_tokens=call.num_prompt_tokens,
+            num_output_tokens=max(1, call.num_output_tokens),
+            use=Use(call.name, call.return_class),
+        )
+        self._calls[request.id] = call
+        engine = self.engines[call.replica]
+        engine.add(request, now)
+        if engine.step is None:
+            # After everything else of this moment, so that requests that come together are scheduled together.
+            self.clock.at(now, lambda: self._kick(call.replica), Rank.TICK)
+        else:
+            self._plan_step_end(call.replica)
+
+    def _kick(self, index: int) -> None:
+        engine = self.engines[index]
+        if engine.step is None and engine.start(self.clock.now) is not None:
+            self._plan_step_end(index)
+
+    def _plan_step_end(self, index: int) -> None:
+        step = self.engines[index].step
+        assert step is not None
+        self._versions[index] += 1
+        version = self._versions[index]
+        self.clock.at(step.ends, lambda: self._step_end(index, version), Rank.STEP_END)
+
+    def _step_end(self, index: int, version: int) -> None:
+        if version == self._versions[index]:
+            self.engines[index].finish(self.clock.now)
+            self.clock.at(self.clock.now, lambda: self._kick(index), Rank.TICK)
+
+    def _finished(self, index: int, request: EngineRequest) -> None:
+        call = self._calls.pop(request.id)
+        self.num_in_flight -= 1
+        size = self.engines[index].options.block_size
+        assert request.scheduled is not None
+        assert request.first_token is not None
+        outcome = Outcome(
+            stream=call.name,
+            warmup=call.warmup,
+            asked=call.asked,
+            started=call.started,
+            scheduled=request.scheduled,
+            first_token=request.first_token,
+            finished=self.clock.now,
+            num_prompt_tokens=call.num_prompt_tokens,
+            num_output_tokens=request.num_generated,
+            num_hit_tokens=request.num_hit_blocks * size,
+            num_external_tokens=request.num_external_tokens,
+            num_resident_tokens=request.num_resident_blocks * size,
+            num_computed_before_tokens=request.num_computed_before * size,
+            num_ceiling_tokens=call.num_ceiling_blocks * size,
+            num_theoretical_blocks=call.num_theoretical_blocks,
+            num_trace_blocks=call.num_trace_blocks,
+            num_preemptions=request.num_preemptions,
+            replica=index,
+        )
+        if call.is_last:
+            self.end_stream(call.stream)
+        self.on_outcome(outcome)
+        assert call.ticket is not None
+        self._granted(self.admission.returned(call.ticket, self.clock.now))
+        self._plan_due()
+        call.on_done(outcome)
+
+    def _plan_due(self) -> None:
+        due = self.admission.due_seconds
+        if due is not None and due != self._due_planned:
+            self._due_planned = due
+            self.clock.at(due, self._due, Rank.TICK)
+
+    def _due(self) -> None:
+        self._due_planned = None
+        self._granted(self.admission.due(self.clock.now))
+        self._plan_due()
+
+    def _claim(self, call: Call, now: float) -> None:
+        """The stream's newest prompt is this one: what it no longer has is cut."""
+        depth = call.path[-1].start
+        old, _ = self._claimed.get(call.stream, ((), 0))
+        self._claimed[call.stream] = (call.path, depth)
+        mine = {branch: end for branch, _, end in covered(call.path, 0, depth)}
+        pool = self.engines[call.replica].pool
+        for branch in old:
+            if branch not in mine and branch.claims.pop(call.stream, None) is not None:
+                branch.ended = False
+                pool.tell(branch, now)
+        for branch, end in mine.items():
+            before = branch.live_to
+            branch.claims[call.stream] = end
+            if branch.live_to != before:
+                pool.tell(branch, now)
+
+    def _drop_claims(self, stream: int, path: Path, *, ended: bool) -> None:
+        for branch in path:
+            if branch.claims.pop(stream, None) is not None:
+                branch.ended = ended
+                for engine in self.engines:
+                    engine.pool.tell(branch, self.clock.now)
+
+
+def _sent_before(path: Path, limit: int, num_blocks: int) -> int:
+    """Blocks in the front, at most `limit`, that stood in an earlier prompt; all `num_blocks` have, from now on."""
+    depth = limit
+    for branch, _, end in covered(path, 0, limit):
+        if branch.sent < end:
+            depth = branch.sent
+            break
+    for branch, _, end in covered(path, 0, num_blocks):
+        branch.sent = max(branch.sent, end)
+    return depth
+
+
+def path_of(tail: Branch) -> Path:
+    """The path that ends in `tail`."""
+    return tail.path()
