@@ -31,6 +31,7 @@ from agentserve.sessions import Namespace, Namespaces, Relation, Session, TurnKi
 from agentserve.state.recall import Recall
 from agentserve.state.stored import StoredSessions
 from agentserve.stops import StopCutter
+from agentserve.tool_rules import sampling_of
 from agentserve.waiting import WaitingRoom
 from model.chat import ChatFormat, Delta, OutputParser, ReasoningDelta
 from model.conversation import AssistantItem
@@ -241,16 +242,18 @@ class Turns:
         prompt.move_to(place.node)
         prompt.extend(place.open_ids)
         estimate = self.books.estimate(prompt, place.twin_end)
+        sampling = sampling_of(options, self.chat, place.node.head.tools)
         request = GenerateRequest(
             request_id=self._new_id(),
             prompt_json=prompt.json,
             num_prompt_tokens=len(prompt.ids),
             max_tokens=self._max_tokens(len(prompt.ids), options.max_tokens),
-            sampling={**options.sampling, **({"stop": list(options.stop)} if options.stop else {})},
+            sampling=sampling.fields,
             session_id=session.id,
             priority=options.priority,
             cache_salt=namespace.salt,
             xargs=options.xargs,
+            constrains_reasoning=sampling.constrained,
         )
         return request, estimate
 

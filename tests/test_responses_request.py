@@ -151,8 +151,8 @@ def test_what_is_wrong_is_named(body: dict[str, Any], at: str | None) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"tool_choice": "required"},
-        {"tool_choice": {"type": "function", "name": "f"}},
+        {"tool_choice": "some"},
+        {"tool_choice": {"type": "web_search"}},
         {"tools": [{"type": "custom", "name": "apply_patch"}]},
         {"input": [USER, call("c")]},
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},

@@ -17,6 +17,7 @@ from agentserve.conversation import TurnOptions, running_digests
 from agentserve.dialects.json_body import decode_body, decode_part
 from agentserve.dialects.openai_chat import in_call_order, parse_arguments
 from agentserve.dialects.sampling import SamplingFields, sampling
+from agentserve.dialects.tool_choice import anthropic_tool_choice
 from agentserve.errors import InvalidRequest, Unsupported
 from model.conversation import AssistantItem, Head, Item, Json, SystemItem, Tool, ToolCall, ToolResultItem, UserItem
 
@@ -77,9 +78,6 @@ def parse(body: bytes) -> MessagesRequest:
     request = decode_body(_request, body)
     if not request.messages:
         raise InvalidRequest("messages must hold at least one message", param="messages")
-    choice = request.tool_choice
-    if choice is not None and choice.get("type") not in ("auto", "none"):
-        raise Unsupported(f"tool_choice of type {choice.get('type')!r} is not supported: use 'auto' or 'none'", param="tool_choice")
     return request
 
 
@@ -93,7 +91,8 @@ def options(request: MessagesRequest) -> TurnOptions:
     if any(not text for text in stop):
         raise InvalidRequest("stop_sequences must not hold an empty string", param="stop_sequences")
     asked = sampling(request, _structured(request.output_config))
-    return TurnOptions(request.max_tokens, asked, stop, request.priority, request.vllm_xargs or {})
+    choice = anthropic_tool_choice(request.tool_choice)
+    return TurnOptions(request.max_tokens, asked, stop, request.priority, request.vllm_xargs or {}, choice)
 
 
 def _structured(config: dict[str, Any] | None) -> dict[str, Json] | None:

@@ -17,6 +17,7 @@ from agentserve.conversation import TurnOptions, running_digests
 from agentserve.dialects.json_body import decode_body, decode_part, is_deep
 from agentserve.dialects.known_bodies import BodyScan, KnownBodies
 from agentserve.dialects.sampling import SamplingFields, sampling
+from agentserve.dialects.tool_choice import openai_tool_choice
 from agentserve.errors import InvalidRequest, Unsupported
 from model.conversation import AssistantItem, Head, Item, Json, SystemItem, Tool, ToolCall, ToolResultItem, UserItem
 
@@ -36,6 +37,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     model: str | None = None
     tools: msgspec.Raw = msgspec.Raw()
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
@@ -133,9 +135,6 @@ def _refuse_unsupported(request: ChatRequest) -> None:
         raise Unsupported("n > 1 is not supported: send the request again for another answer", param="n")
     if request.logprobs or request.prompt_logprobs is not None:
         raise Unsupported("logprobs are not supported on this route", param="logprobs")
-    choice = request.tool_choice
-    if choice is not None and choice not in ("auto", "none"):
-        raise Unsupported(f"tool_choice {choice!r} is not supported: use 'auto' or 'none'", param="tool_choice")
     for name in ("max_tokens", "max_completion_tokens"):
         value = getattr(request, name)
         if value is not None and value < 1:
@@ -149,7 +148,8 @@ def options(request: ChatRequest) -> TurnOptions:
         raise InvalidRequest("stop must not hold an empty string", param="stop")
     limit = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     said = sampling(request, _structured(request.response_format))
-    return TurnOptions(limit, said, stop, request.priority, request.vllm_xargs or {})
+    choice = openai_tool_choice(request.tool_choice, request.parallel_tool_calls)
+    return TurnOptions(limit, said, stop, request.priority, request.vllm_xargs or {}, choice)
 
 
 def _structured(form: dict[str, Any] | None) -> dict[str, Json] | None:

@@ -19,6 +19,7 @@ from agentserve.conversation import TurnOptions, running_digests
 from agentserve.dialects.json_body import decode_body, decode_part
 from agentserve.dialects.openai_chat import in_call_order, parse_arguments
 from agentserve.dialects.sampling import SamplingFields, sampling
+from agentserve.dialects.tool_choice import openai_tool_choice
 from agentserve.errors import InvalidRequest, Unsupported
 from model.conversation import AssistantItem, Head, Item, Json, SystemItem, Tool, ToolCall, ToolResultItem, UserItem
 
@@ -97,8 +98,6 @@ def parse(body: bytes) -> ResponsesRequest:
 
 
 def _refuse_unsupported(request: ResponsesRequest) -> None:
-    if request.tool_choice not in (None, "auto", "none"):
-        raise Unsupported(f"tool_choice {request.tool_choice!r} is not supported: use 'auto' or 'none'", param="tool_choice")
     if request.background:
         raise Unsupported("background responses are not supported: wait for the answer, or stream it", param="background")
     if request.top_logprobs:
@@ -114,7 +113,8 @@ def options(request: ResponsesRequest) -> TurnOptions:
     if any(not text for text in stop):
         raise InvalidRequest("stop must not hold an empty string", param="stop")
     asked = sampling(request, _structured(request.text))
-    return TurnOptions(request.max_output_tokens, asked, stop, request.priority, request.vllm_xargs or {})
+    choice = openai_tool_choice(request.tool_choice, request.parallel_tool_calls)
+    return TurnOptions(request.max_output_tokens, asked, stop, request.priority, request.vllm_xargs or {}, choice)
 
 
 def _structured(text: dict[str, Any] | None) -> dict[str, Json] | None:

@@ -52,6 +52,8 @@ class GenerateRequest:
     priority: int | None = None
     cache_salt: str | None = None
     xargs: Mapping[str, Json] = field(default_factory=dict)
+    constrains_reasoning: bool = False
+    """Whether `structured_outputs` hold from the first token, where the engine would else wait for the end of reasoning."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,8 @@ def _generate_body(request: GenerateRequest, model: str) -> Body:
     fields = _common_fields(request, model)
     fields["output_mode"] = "text" if wants_text else "tokens"
     fields["sampling_params"] = sampling
+    if request.constrains_reasoning:
+        fields["reasoning_ended"] = True
     return _with_ids(b'{"token_ids":[', request, fields)
 
 
