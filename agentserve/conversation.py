@@ -83,3 +83,7 @@ class TurnOptions:
     priority: int | None = None
     xargs: Mapping[str, Json] = field(default_factory=dict)
     tools: ToolChoice = ToolChoice()
+    logprobs: int | None = None
+    """How many likely tokens to name beside each token of the text; None: no log probabilities."""
+    num_choices: int = 1
+    """Answers to generate for the one prompt."""

@@ -52,6 +52,8 @@ class GenerateRequest:
     priority: int | None = None
     cache_salt: str | None = None
     xargs: Mapping[str, Json] = field(default_factory=dict)
+    logprobs: int | None = None
+    """How many of the likeliest tokens to name for each generated one, beside its own log probability; None: nothing."""
     constrains_reasoning: bool = False
     """Whether `structured_outputs` hold from the first token, where the engine would else wait for the end of reasoning."""
 
@@ -66,6 +68,15 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class IdLogprob:
+    """The log probability of one generated id, and the likeliest ids in its place with theirs, in the engine's order."""
+
+    id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """A step of a generation: new ids, then at the end the finish reason ("stop", "length", …) and the usage."""
 
@@ -76,6 +87,8 @@ class Chunk:
     text: str | None = None
     """The engine's own decoded text of this step, where it sends one (needed only to cut at stop strings)."""
     logprobs: Json = None
+    id_logprobs: tuple[IdLogprob, ...] = ()
+    """One for each of `ids`, where the request asked for them."""
     usage: Usage | None = None
 
 

@@ -11,11 +11,12 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from agentserve.engines import Chunk, GenerateRequest, Usage
+from agentserve.engines import Chunk, GenerateRequest, IdLogprob, Usage
 from agentserve.errors import EngineRefused
 from model.conversation import Json
 
 SHORT_PIECE_BYTES = 32_768
+LEAST_LOGPROB = -9999.0
 
 Body: TypeAlias = "tuple[bytes, ...]"
 """A JSON body in pieces."""
@@ -35,6 +36,8 @@ def _generate_body(request: GenerateRequest, model: str) -> Body:
     wants_text = bool(request.sampling.get("stop")) or request.sampling.get("logprobs") is not None
     if wants_text:
         sampling["detokenize"] = True
+    if request.logprobs is not None:  # by ids, which only this mode has
+        sampling["logprobs"], wants_text = request.logprobs, False
     if request.xargs:
         sampling["extra_args"] = dict(request.xargs)
     fields = _common_fields(request, model)
@@ -49,6 +52,8 @@ def _completions_body(request: GenerateRequest, model: str) -> Body:
     fields: dict[str, Json] = {**request.sampling, **_common_fields(request, model)}
     fields["max_tokens"] = request.max_tokens
     fields["return_token_ids"] = True
+    if request.logprobs is not None:
+        fields["logprobs"], fields["return_tokens_as_token_ids"] = request.logprobs, True
     if request.xargs:
         fields["vllm_xargs"] = dict(request.xargs)
     return _with_ids(b'{"prompt":[', request, fields)
@@ -155,6 +160,7 @@ def read_event(data: bytes) -> Chunk:
         stop_reason=choice.stop_reason,
         text=choice.text,
         logprobs=_chat_logprobs(choice.logprobs),
+        id_logprobs=_id_logprobs(choice.logprobs),
         usage=usage,
     )
 
@@ -177,9 +183,43 @@ def _chat_logprobs(logprobs: dict[str, Any] | None) -> Json:
     }
 
 
-def _logprob(token: str, value: float | None) -> dict[str, Json]:
+_ID = "token_id:"
+"""Stands before an id where a token's text would stand."""
+
+
+def _id_logprobs(logprobs: dict[str, Any] | None) -> tuple[IdLogprob, ...]:
+    """Log probabilities by id, from either route; none where the engine names tokens by their text."""
+    if logprobs is None:
+        return ()
+    content = logprobs.get("content")
+    if content is not None:
+        return tuple(_by_id(entry) for entry in content if "token_id" in entry)
+    tokens = logprobs.get("tokens") or []
+    if not all(token.startswith(_ID) for token in tokens):
+        return ()
+    tops = logprobs.get("top_logprobs") or [None] * len(tokens)
+    return tuple(
+        IdLogprob(_id(token), _finite(value), tuple((_id(one), _finite(other)) for one, other in (top or {}).items()))
+        for token, value, top in zip(tokens, logprobs["token_logprobs"], tops, strict=True)
+    )
+
+
+def _by_id(entry: Mapping[str, Any]) -> IdLogprob:
+    top = tuple((one["token_id"], _finite(one["logprob"])) for one in entry.get("top_logprobs") or ())
+    return IdLogprob(entry["token_id"], _finite(entry["logprob"]), top)
+
+
+def _id(token: str) -> int:
+    return int(token.removeprefix(_ID))
+
+
+def _finite(value: float | None) -> float:
     # vLLM's own floor for a probability that it did not compute or that is not finite.
-    return {"token": token, "logprob": -9999.0 if value is None else value, "bytes": list(token.encode(errors="replace"))}
+    return LEAST_LOGPROB if value is None else max(value, LEAST_LOGPROB)
+
+
+def _logprob(token: str, value: float | None) -> dict[str, Json]:
+    return {"token": token, "logprob": LEAST_LOGPROB if value is None else value, "bytes": list(token.encode(errors="replace"))}
 
 
 def read_refusal(body: bytes, status: int) -> EngineRefused:

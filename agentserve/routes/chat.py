@@ -46,10 +46,12 @@ def router(server: Server) -> APIRouter:
             chat, conversation = read(body, bodies)
         server.check_model(chat.model)
         identity = identify(request.headers, chat.session_id)
-        asked = TurnRequest(conversation, options(chat), identity, bool(chat.stream), started, onto)
         include_usage = chat.stream_options is not None and chat.stream_options.include_usage
         created = int(datetime.now(UTC).timestamp())
         writer = ChatAnswer(f"chatcmpl-{token_hex(12)}", server.model_name, created, include_usage=include_usage)
+        wanted = options(chat)
+        choices = writer if wanted.num_choices > 1 else None
+        asked = TurnRequest(conversation, wanted, identity, bool(chat.stream), started, onto, choices)
         return answer(server, namespace, asked, writer)
 
     routes.add_route("/v1/chat/completions", chat_completions, methods=["POST"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,6 +18,7 @@ from agentserve.exchange import Exchange, Wire
 from agentserve.headers import EVENT_STREAM, JSON, plan_headers, write_json
 from agentserve.identity import Identity
 from agentserve.ledger import Node
+from agentserve.routes.choices import generate_choices
 from agentserve.server import Server
 from agentserve.sessions import Namespace
 from agentserve.turns import Outcome, Plan, Turn
@@ -59,6 +60,26 @@ class AnswerWriter(Protocol):
         ...
 
 
+class ChoicesWriter(AnswerWriter, Protocol):
+    """Writes several answers to one prompt, each through a writer of its own."""
+
+    def choice(self, index: int) -> ChoicesWriter:
+        """The writer of one of them, for its opening and its deltas."""
+        ...
+
+    def finish(self, outcome: Outcome) -> bytes:
+        """The events that end one of them."""
+        ...
+
+    def end(self, plan: Plan, outcomes: Sequence[Outcome]) -> bytes:
+        """The events behind the last one."""
+        ...
+
+    def whole_choices(self, plan: Plan, choices: Sequence[tuple[Outcome, Sequence[Delta]]]) -> bytes:
+        """The body of an answer that is not streamed."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
     """What a route read from a request. `started`: when it came, monotonic seconds. `onto`: the node that the conversation follows."""
@@ -69,6 +90,8 @@ class TurnRequest:
     stream: bool
     started: float
     onto: Node | None = None
+    choices: ChoicesWriter | None = None
+    """Writes the answer where more than one is asked for."""
 
 
 def answer(server: Server, namespace: Namespace, asked: TurnRequest, writer: AnswerWriter) -> Exchange:
@@ -97,7 +120,10 @@ class TurnRun:
         try:
             turns = self._server.turns
             async with turns.turn(asked.conversation, asked.options, asked.identity, self._namespace, asked.onto) as turn:
-                await (self._stream(wire, turn) if asked.stream else self._whole(wire, turn))
+                if asked.choices is not None:
+                    await self._choices(wire, turn, asked.choices)
+                else:
+                    await (self._stream(wire, turn) if asked.stream else self._whole(wire, turn))
         except asyncio.CancelledError:
             self._server.metrics.failed_turns.labels("client_left" if wire.client_left else "stopped").inc()
             if wire.started and not wire.client_left:
@@ -136,6 +162,34 @@ class TurnRun:
         outcome = self._finished(turn)
         wire.prepare(200, {**JSON, **plan_headers(turn.plan, outcome.hits)})
         await wire.write(self._writer.whole(turn.plan, outcome, said), more=False)
+
+    async def _choices(self, wire: Wire, turn: Turn, writer: ChoicesWriter) -> None:
+        options = self._asked.options
+        said: list[list[Delta]] = [[] for _ in range(options.num_choices)]
+        outcomes: dict[int, Outcome] = {}
+        if self._asked.stream and not wire.started:
+            wire.prepare(200, {**EVENT_STREAM, **plan_headers(turn.plan)})
+
+        async def take(index: int, choice: Turn, deltas: list[Delta] | None) -> None:
+            mine, events = writer.choice(index), b""
+            if deltas is None:
+                outcomes[index] = self._finished(choice)
+            elif not any(said):
+                self._first_token()
+            if self._asked.stream:
+                events = b"" if said[index] else mine.opening(choice.plan)
+                events += mine.deltas(deltas) if deltas is not None else mine.finish(outcomes[index])
+            said[index] += deltas or ()
+            if events:
+                await wire.write(events)
+
+        await generate_choices(turn, options.num_choices, options.stop, take)
+        ordered = [(outcomes[index], deltas) for index, deltas in enumerate(said)]
+        if self._asked.stream:
+            await wire.write(writer.end(turn.plan, [outcome for outcome, _ in ordered]), more=False)
+            return
+        wire.prepare(200, {**JSON, **plan_headers(turn.plan, ordered[0][0].hits)})
+        await wire.write(writer.whole_choices(turn.plan, ordered), more=False)
 
     def _first_token(self) -> None:
         self._server.metrics.first_token.observe(time.monotonic() - self._asked.started)

@@ -26,8 +26,20 @@ class ReasoningDelta:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One generated token's bytes and log probability, and the likeliest tokens in its place, the likeliest first."""
+
+    token: bytes
+    logprob: float
+    top: tuple[tuple[bytes, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class TextDelta:
+    """`logprobs`: of the tokens that end in this text, where they were asked for."""
+
     text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
