@@ -20,6 +20,7 @@ from admission.requests import Limits
 from admission.tickets import TicketBook
 from agentserve.cache import CacheBooks
 from agentserve.canonical.canonicaliser import choose
+from agentserve.deliveries import Deliveries
 from agentserve.dialects.responses_store import ResponseStore
 from agentserve.engines import Engine
 from agentserve.engines.embedded import EmbeddedEngine
@@ -152,7 +153,11 @@ def build(settings: Settings, engine: Engine, tokenizer: Tokenizer, chat: ChatFo
     created = int(datetime.now(UTC).timestamp())
     responses = ResponseStore(settings.limits.stored_response_bytes)
     metrics.watch("stored_response_bytes", "JSON of stored Responses", lambda: responses.num_bytes)
-    return Server(settings, engine, turns, namespaces, books, metrics, responses, created)
+    deliveries = Deliveries(
+        settings.limits.kept_answer_bytes, settings.limits.kept_answer_seconds, clock, lambda outcome: metrics.retries.labels(outcome).inc()
+    )
+    metrics.watch("kept_answer_bytes", "Whole answers that are kept for clients that ask again", lambda: deliveries.num_bytes)
+    return Server(settings, engine, turns, namespaces, books, metrics, responses, deliveries, created)
 
 
 def deployment(model: str, tokenizer: Tokenizer, chat: ChatFormat) -> bytes:

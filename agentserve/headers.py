@@ -1,4 +1,4 @@
-"""Response headers, and JSON written through a `Wire`."""
+"""Response headers, and JSON written to a `Sink`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from agentserve.exchange import Wire
+from agentserve.exchange import Sink
 from agentserve.turns import Plan
 from prefix_cache.hits import TurnHits
 
@@ -39,7 +39,7 @@ def plan_headers(plan: Plan, hits: TurnHits | None = None) -> dict[str, str]:
     }
 
 
-async def write_json(wire: Wire, body: Any, *, status: int, headers: Mapping[str, str]) -> None:
+async def write_json(wire: Sink, body: Any, *, status: int, headers: Mapping[str, str]) -> None:
     """Send a whole JSON answer."""
     wire.prepare(status, {**JSON, **headers})
     await wire.write(msgspec.json.encode(body), more=False)

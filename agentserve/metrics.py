@@ -22,6 +22,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.turns = self._counter("turns", "Turns that ended with an answer, by how the prompt relates to its history", "kind")
         self.failed_turns = self._counter("failed_turns", "Turns that ended without one, by the error's kind", "kind")
+        self.retries = self._counter("retries", "Requests that their client had sent before, by what became of them", "outcome")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of answered turns")
         self.encoded_tokens = self._counter("encoded_tokens", "Prompt tokens that had to be tokenised")
         self.generated_tokens = self._counter("generated_tokens", "Generated tokens")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from agentserve.cache import CacheBooks
+from agentserve.deliveries import Deliveries
 from agentserve.dialects.responses_store import ResponseStore
 from agentserve.engines import Engine
 from agentserve.errors import NotFound, Unauthorized
@@ -27,6 +28,7 @@ class Server:
     books: CacheBooks
     metrics: Metrics
     responses: ResponseStore
+    deliveries: Deliveries
     created: int
 
     @property

@@ -9,6 +9,7 @@ from secrets import token_bytes, token_hex
 from fastapi import APIRouter, Request, Response
 
 from agentserve.body import read_body
+from agentserve.deliveries import mark_of
 from agentserve.dialects.known_bodies import KnownBodies
 from agentserve.dialects.openai_chat import ChatConversation, Onto, options, parse, read
 from agentserve.dialects.openai_chat_answer import ChatAnswer
@@ -51,7 +52,8 @@ def router(server: Server) -> APIRouter:
         writer = ChatAnswer(f"chatcmpl-{token_hex(12)}", server.model_name, created, include_usage=include_usage)
         wanted = options(chat)
         choices = writer if wanted.num_choices > 1 else None
-        asked = TurnRequest(conversation, wanted, identity, bool(chat.stream), started, onto, choices)
+        mark = mark_of(request.headers, namespace.name, request.url.path, identity.session, body)
+        asked = TurnRequest(conversation, wanted, identity, bool(chat.stream), started, onto, choices, mark)
         return answer(server, namespace, asked, writer)
 
     routes.add_route("/v1/chat/completions", chat_completions, methods=["POST"])

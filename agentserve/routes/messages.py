@@ -8,6 +8,7 @@ from secrets import token_hex
 from fastapi import APIRouter, Request, Response
 
 from agentserve.body import read_body
+from agentserve.deliveries import mark_of
 from agentserve.dialects.anthropic import MessagesConversation, MessagesRequest, client_session, options, parse
 from agentserve.dialects.anthropic_answer import MessagesAnswer
 from agentserve.headers import json_response
@@ -20,23 +21,25 @@ def router(server: Server) -> APIRouter:
     """Anthropic's routes over `server`."""
     routes = APIRouter()
 
-    async def read(request: Request) -> MessagesRequest:
+    async def read(request: Request) -> tuple[bytes, MessagesRequest]:
         limits = server.settings.limits
-        messages = parse(await read_body(request, max_bytes=limits.body_bytes, seconds=limits.body_seconds))
+        body = await read_body(request, max_bytes=limits.body_bytes, seconds=limits.body_seconds)
+        messages = parse(body)
         server.check_model(messages.model)
-        return messages
+        return body, messages
 
     async def create(request: Request) -> Response:
         started = time.monotonic()
         namespace = server.namespace(request.headers)
-        messages = await read(request)
+        body, messages = await read(request)
         identity = grouped(identify(request.headers, messages.session_id), client_session(messages))
-        asked = TurnRequest(MessagesConversation(messages), options(messages), identity, bool(messages.stream), started)
+        mark = mark_of(request.headers, namespace.name, request.url.path, identity.session, body)
+        asked = TurnRequest(MessagesConversation(messages), options(messages), identity, bool(messages.stream), started, mark=mark)
         return answer(server, namespace, asked, MessagesAnswer(f"msg_{token_hex(12)}", server.model_name))
 
     async def count_tokens(request: Request) -> Response:
         namespace = server.namespace(request.headers)
-        messages = await read(request)
+        _, messages = await read(request)
         return json_response({"input_tokens": await server.turns.count(MessagesConversation(messages), namespace)})
 
     routes.add_route("/v1/messages", create, methods=["POST"])

@@ -11,6 +11,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from agentserve.body import read_body
+from agentserve.deliveries import mark_of
 from agentserve.dialects.responses import ResponsesConversation, input_items, options, parse
 from agentserve.dialects.responses_answer import NUMBER_DIGITS, ResponsesAnswer, response_of
 from agentserve.dialects.responses_store import StoredResponse
@@ -30,7 +31,8 @@ def router(server: Server) -> APIRouter:
         started = time.monotonic()
         namespace = server.namespace(request.headers)
         limits = server.settings.limits
-        asked = parse(await read_body(request, max_bytes=limits.body_bytes, seconds=limits.body_seconds))
+        body = await read_body(request, max_bytes=limits.body_bytes, seconds=limits.body_seconds)
+        asked = parse(body)
         server.check_model(asked.model)
         previous = store.previous(namespace, asked.previous_response_id) if asked.previous_response_id is not None else None
         own = input_items(asked, lambda item_id: store.item(namespace, response_of(item_id), item_id))
@@ -44,7 +46,10 @@ def router(server: Server) -> APIRouter:
                 store.add(namespace, StoredResponse(writer.id, plan.session_id, msgspec.json.encode(response), items, previous))
 
         writer = ResponsesAnswer(asked, token_hex(NUMBER_DIGITS // 2), server.model_name, int(datetime.now(UTC).timestamp()), keep)
-        return answer(server, namespace, TurnRequest(conversation, options(asked), identity, bool(asked.stream), started), writer)
+        mark = mark_of(request.headers, namespace.name, request.url.path, identity.session, body)
+        return answer(
+            server, namespace, TurnRequest(conversation, options(asked), identity, bool(asked.stream), started, mark=mark), writer
+        )
 
     @routes.get("/v1/responses/{response_id}")
     async def stored(request: Request, response_id: str) -> Response:

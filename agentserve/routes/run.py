@@ -12,9 +12,10 @@ from typing import Any, Protocol
 import structlog
 
 from agentserve.conversation import Conversation, TurnOptions
+from agentserve.deliveries import Mark
 from agentserve.dialects.errors import error_headers
 from agentserve.errors import AgentserveError, EngineUnavailable
-from agentserve.exchange import Exchange, Wire
+from agentserve.exchange import Exchange, Sink
 from agentserve.headers import EVENT_STREAM, JSON, plan_headers, write_json
 from agentserve.identity import Identity
 from agentserve.ledger import Node
@@ -92,15 +93,18 @@ class TurnRequest:
     onto: Node | None = None
     choices: ChoicesWriter | None = None
     """Writes the answer where more than one is asked for."""
+    mark: Mark | None = None
+    """Which request this is to a client that sends it again; None: it is not looked for."""
 
 
 def answer(server: Server, namespace: Namespace, asked: TurnRequest, writer: AnswerWriter) -> Exchange:
     """The response that runs the turn."""
-    return Exchange(
-        TurnRun(server, namespace, asked, writer).handle,
-        silence_seconds=server.settings.limits.keep_alive_seconds,
-        keep_alive=writer.keep_alive if asked.stream else None,
-    )
+    run = TurnRun(server, namespace, asked, writer)
+    silence_seconds = server.settings.limits.keep_alive_seconds
+    keep_alive = writer.keep_alive if asked.stream else None
+    if asked.mark is not None:
+        return server.deliveries.exchange(asked.mark, run, silence_seconds=silence_seconds, keep_alive=keep_alive)
+    return Exchange(run.handle, silence_seconds=silence_seconds, keep_alive=keep_alive)
 
 
 class TurnRun:
@@ -111,8 +115,10 @@ class TurnRun:
         self._namespace = namespace
         self._asked = asked
         self._writer = writer
+        self.answered = False
+        """Whether a whole answer was made."""
 
-    async def handle(self, wire: Wire) -> None:
+    async def handle(self, wire: Sink) -> None:
         """Run the turn and write it; errors become a status, or an event once the stream has begun."""
         asked = self._asked
         if asked.stream:
@@ -124,6 +130,7 @@ class TurnRun:
                     await self._choices(wire, turn, asked.choices)
                 else:
                     await (self._stream(wire, turn) if asked.stream else self._whole(wire, turn))
+                self.answered = True
         except asyncio.CancelledError:
             self._server.metrics.failed_turns.labels("client_left" if wire.client_left else "stopped").inc()
             if wire.started and not wire.client_left:
@@ -136,7 +143,7 @@ class TurnRun:
             else:
                 await write_json(wire, self._writer.refusal(error), status=error.status, headers=error_headers(error))
 
-    async def _stream(self, wire: Wire, turn: Turn) -> None:
+    async def _stream(self, wire: Sink, turn: Turn) -> None:
         if not wire.started:
             wire.prepare(200, {**EVENT_STREAM, **plan_headers(turn.plan)})
         opened = False
@@ -152,7 +159,7 @@ class TurnRun:
         opening = b"" if opened else self._writer.opening(turn.plan)
         await wire.write(opening + self._writer.closing(turn.plan, outcome), more=False)
 
-    async def _whole(self, wire: Wire, turn: Turn) -> None:
+    async def _whole(self, wire: Sink, turn: Turn) -> None:
         said: list[Delta] = []
         async with aclosing(turn.deltas(self._asked.options.stop)) as steps:
             async for deltas in steps:
@@ -163,7 +170,7 @@ class TurnRun:
         wire.prepare(200, {**JSON, **plan_headers(turn.plan, outcome.hits)})
         await wire.write(self._writer.whole(turn.plan, outcome, said), more=False)
 
-    async def _choices(self, wire: Wire, turn: Turn, writer: ChoicesWriter) -> None:
+    async def _choices(self, wire: Sink, turn: Turn, writer: ChoicesWriter) -> None:
         options = self._asked.options
         said: list[list[Delta]] = [[] for _ in range(options.num_choices)]
         outcomes: dict[int, Outcome] = {}
