@@ -17,7 +17,7 @@ from cyclopts import App
 from agentserve import turns
 from agentserve.canonical.table import CANONICAL_RULES
 from agentserve.cli import build_cli, settings_page
-from agentserve.identity import IDENTITY_HEADERS, HeaderRow
+from agentserve.identity import BODY_FIELDS, IDENTITY_HEADERS, HeaderRow
 
 ROOT = Path(__file__).parents[1]
 SETTINGS_PAGE = ROOT / "docs" / "reference" / "settings.md"
@@ -160,7 +160,20 @@ def _command(name: str, app: App) -> str:
     return f"## agentserve {name}\n\n{text.rstrip().replace(str(Path.home()), '~')}\n"
 
 
-PARTS: dict[str, Callable[[], str]] = {"tree": tree, "walk": walk, "identity": identity, "rules": rules, "commands": commands}
+def body_fields() -> str:
+    """The fields of the body that name a session."""
+    lines = ["| field | client |", "|---|---|"]
+    return "\n".join([*lines, *(f"| `{'.'.join(row.path)}` | {row.client} |" for row in BODY_FIELDS)])
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "tree": tree,
+    "walk": walk,
+    "identity": identity,
+    "body_fields": body_fields,
+    "rules": rules,
+    "commands": commands,
+}
 
 
 def main() -> None:

@@ -33,7 +33,6 @@ class MessagesRequest(SamplingFields, kw_only=True):
     tool_choice: dict[str, Any] | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = None
-    metadata: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
 
 

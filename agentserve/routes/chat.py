@@ -13,8 +13,9 @@ from agentserve.deliveries import mark_of
 from agentserve.dialects.known_bodies import KnownBodies
 from agentserve.dialects.openai_chat import ChatConversation, Onto, options, parse, read
 from agentserve.dialects.openai_chat_answer import ChatAnswer
+from agentserve.dialects.sampling import body_session
 from agentserve.errors import InvalidRequest, NotFound
-from agentserve.identity import Identity, identify
+from agentserve.identity import Identity, grouped, identify
 from agentserve.ledger import Node
 from agentserve.routes.run import TurnRequest, answer
 from agentserve.server import Server
@@ -46,7 +47,7 @@ def router(server: Server) -> APIRouter:
         else:
             chat, conversation = read(body, bodies)
         server.check_model(chat.model)
-        identity = identify(request.headers, chat.session_id)
+        identity = grouped(identify(request.headers, body_session(chat)), chat.prompt_cache_key)
         include_usage = chat.stream_options is not None and chat.stream_options.include_usage
         created = int(datetime.now(UTC).timestamp())
         writer = ChatAnswer(f"chatcmpl-{token_hex(12)}", server.model_name, created, include_usage=include_usage)

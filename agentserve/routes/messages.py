@@ -11,6 +11,7 @@ from agentserve.body import read_body
 from agentserve.deliveries import mark_of
 from agentserve.dialects.anthropic import MessagesConversation, MessagesRequest, client_session, options, parse
 from agentserve.dialects.anthropic_answer import MessagesAnswer
+from agentserve.dialects.sampling import body_session
 from agentserve.headers import json_response
 from agentserve.identity import grouped, identify
 from agentserve.routes.run import TurnRequest, answer
@@ -32,7 +33,7 @@ def router(server: Server) -> APIRouter:
         started = time.monotonic()
         namespace = server.namespace(request.headers)
         body, messages = await read(request)
-        identity = grouped(identify(request.headers, messages.session_id), client_session(messages))
+        identity = grouped(identify(request.headers, body_session(messages)), client_session(messages) or messages.prompt_cache_key)
         mark = mark_of(request.headers, namespace.name, request.url.path, identity.session, body)
         asked = TurnRequest(MessagesConversation(messages), options(messages), identity, bool(messages.stream), started, mark=mark)
         return answer(server, namespace, asked, MessagesAnswer(f"msg_{token_hex(12)}", server.model_name))

@@ -15,6 +15,7 @@ from agentserve.deliveries import mark_of
 from agentserve.dialects.responses import ResponsesConversation, input_items, options, parse
 from agentserve.dialects.responses_answer import NUMBER_DIGITS, ResponsesAnswer, response_of
 from agentserve.dialects.responses_store import StoredResponse
+from agentserve.dialects.sampling import body_session
 from agentserve.headers import json_response
 from agentserve.identity import grouped, identify
 from agentserve.routes.run import TurnRequest, answer
@@ -37,7 +38,7 @@ def router(server: Server) -> APIRouter:
         previous = store.previous(namespace, asked.previous_response_id) if asked.previous_response_id is not None else None
         own = input_items(asked, lambda item_id: store.item(namespace, response_of(item_id), item_id))
         conversation = ResponsesConversation(asked, previous.history() if previous else (), own)
-        session_id = asked.session_id or (previous.session_id if previous else None)
+        session_id = body_session(asked) or (previous.session_id if previous else None)
         identity = grouped(identify(request.headers, session_id), asked.prompt_cache_key)
 
         def keep(plan: Plan, response: dict[str, Any]) -> None:
