@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from agentserve.sessions import TurnKind
 from agentserve.turns import Outcome, Plan
 from prefix_cache.hits import Cause
 
@@ -54,6 +55,9 @@ class Metrics:
         """Count a finished turn."""
         hits = outcome.hits
         self.turns.labels(plan.kind.value).inc()
+        if plan.kind is TurnKind.PASSED:
+            self.generated_tokens.inc(outcome.num_generated_tokens)
+            return
         self.prompt_tokens.inc(hits.num_prompt_tokens)
         self.encoded_tokens.inc(plan.num_encoded_tokens)
         self.generated_tokens.inc(outcome.num_generated_tokens)

@@ -11,6 +11,7 @@ from agentserve.deliveries import Deliveries
 from agentserve.dialects.responses_store import ResponseStore
 from agentserve.engines import Engine
 from agentserve.errors import NotFound, Unauthorized
+from agentserve.media import MediaTurns
 from agentserve.metrics import Metrics
 from agentserve.sessions import Namespace, Namespaces
 from agentserve.settings import Settings
@@ -29,6 +30,7 @@ class Server:
     metrics: Metrics
     responses: ResponseStore
     deliveries: Deliveries
+    media: MediaTurns
     created: int
 
     @property

@@ -136,6 +136,7 @@ def test_options_are_in_the_engines_names() -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_text", "text": 3}]}]}, "input[0].content[0].text"),
         ({"input": [{"role": "system", "content": "s"}]}, "input"),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": "x", "top_logprobs": 21}, "top_logprobs"),
         ({"input": "x", "stop": [""]}, "stop"),
         ({"input": "x", "tools": [{"type": "function"}]}, "tools"),
         ({"input": "x", "text": {"format": {"type": "grammar"}}}, "text.format"),
@@ -159,7 +160,6 @@ def test_what_is_wrong_is_named(body: dict[str, Any], at: str | None) -> None:
         {"background": True},
         {"conversation": "conv_1"},
         {"prompt": {"id": "p"}},
-        {"top_logprobs": 3},
     ],
 )
 def test_what_is_not_supported_is_refused(fields: dict[str, Any]) -> None:

@@ -223,6 +223,11 @@ class ChatConversation:
         num_messages = self._num_before + len(self._messages)
         scan.remember(start, end, num_messages=num_messages, num_head_messages=self._num_head, chain=self._digest)
 
+    @property
+    def messages(self) -> list[msgspec.Raw]:
+        """The messages at hand, as they were sent."""
+        return self._messages
+
     def whole(self) -> ChatConversation:
         """The same conversation with every message at hand."""
         return ChatConversation(parse(self._scan.body)) if self._scan is not None else self

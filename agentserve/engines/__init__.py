@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from model.conversation import Json
 
@@ -92,6 +92,36 @@ class Chunk:
     usage: Usage | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A request for the engine's own chat route, which renders and parses by itself. `body` is its JSON, model and stream included."""
+
+    body: bytes
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCallPart:
+    """A piece of call `index`: its name once, then pieces of its arguments."""
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatChunk:
+    """A step of an answer that the engine has parsed."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: tuple[ChatCallPart, ...] = ()
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    usage: Usage | None = None
+
+
 class Engine(Protocol):
     """An engine that serves one model. Raises `agentserve.errors.EngineError` and its kinds."""
 
@@ -117,4 +147,13 @@ class Engine(Protocol):
 
     async def metrics(self) -> bytes:
         """The engine's Prometheus text, unchanged."""
+        ...
+
+
+@runtime_checkable
+class ChatEngine(Protocol):
+    """An engine that also renders and parses chats by itself. Raises as `Engine` does."""
+
+    def chat(self, request: ChatRequest) -> AsyncGenerator[ChatChunk, None]:
+        """Run one request on the engine's own chat route. Closing the generator aborts it, as for `generate`."""
         ...

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import msgspec
 
@@ -103,7 +103,9 @@ class _PromptDetails(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class _Usage(msgspec.Struct):
+class WireUsage(msgspec.Struct):
+    """Counts of one request, in tokens."""
+
     prompt_tokens: int
     completion_tokens: int = 0
     prompt_tokens_details: _PromptDetails | None = None
@@ -117,7 +119,9 @@ class _Choice(msgspec.Struct):
     logprobs: dict[str, Any] | None = None
 
 
-class _Error(msgspec.Struct):
+class WireError(msgspec.Struct):
+    """What went wrong, in an error body and in a stream."""
+
     message: str = ""
     param: str | None = None
     code: int | str | None = None
@@ -125,14 +129,14 @@ class _Error(msgspec.Struct):
 
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
-    usage: _Usage | None = None
-    error: _Error | None = None
+    usage: WireUsage | None = None
+    error: WireError | None = None
 
 
 class _ErrorBody(msgspec.Struct):
     """`{"error": {…}}`; the flat form of older versions; and FastAPI's `detail`."""
 
-    error: _Error | None = None
+    error: WireError | None = None
     message: str | None = None
     detail: Any = None
 
@@ -149,8 +153,8 @@ def read_event(data: bytes) -> Chunk:
     """
     event = _EVENT.decode(data)
     if event.error is not None:
-        raise _refusal(event.error, event.error.code if isinstance(event.error.code, int) else 500)
-    usage = None if event.usage is None else _read_usage(event.usage)
+        raise_error(event.error)
+    usage = None if event.usage is None else read_usage(event.usage)
     if not event.choices:
         return Chunk(usage=usage)
     choice = event.choices[0]
@@ -165,7 +169,13 @@ def read_event(data: bytes) -> Chunk:
     )
 
 
-def _read_usage(usage: _Usage) -> Usage:
+def raise_error(error: WireError) -> NoReturn:
+    """Raise `EngineRefused` for an error in a stream, with the engine's own code."""
+    raise _refusal(error, error.code if isinstance(error.code, int) else 500)
+
+
+def read_usage(usage: WireUsage) -> Usage:
+    """The counts as the server takes them."""
     details = usage.prompt_tokens_details
     return Usage(usage.prompt_tokens, usage.completion_tokens, None if details is None else details.cached_tokens)
 
@@ -228,7 +238,7 @@ def read_refusal(body: bytes, status: int) -> EngineRefused:
         parsed = _ERROR_BODY.decode(body)
     except msgspec.MsgspecError:
         parsed = _ErrorBody()
-    error = parsed.error or _Error(message=parsed.message or (str(parsed.detail) if parsed.detail else ""))
+    error = parsed.error or WireError(message=parsed.message or (str(parsed.detail) if parsed.detail else ""))
     if not error.message:
         error.message = f"the engine answered with status {status} and says {body[:500].decode(errors='replace')!r}"
     return _refusal(error, status)
@@ -239,7 +249,7 @@ _CONTEXT_WORDS = "maximum context length"
 _CONTEXT_REFUSALS = (_CONTEXT_WORDS, "maximum model length", "max_model_len")
 
 
-def _refusal(error: _Error, status: int) -> EngineRefused:
+def _refusal(error: WireError, status: int) -> EngineRefused:
     message, code = error.message, error.code if isinstance(error.code, str) else None
     if status == 400 and any(words in message for words in _CONTEXT_REFUSALS):
         code = "context_length_exceeded"

@@ -11,9 +11,11 @@ from agentserve.body import read_body
 from agentserve.deliveries import mark_of
 from agentserve.dialects.anthropic import MessagesConversation, MessagesRequest, client_session, options, parse
 from agentserve.dialects.anthropic_answer import MessagesAnswer
+from agentserve.dialects.media_forms import MESSAGES_TYPES, hints_at_media, messages_media
 from agentserve.dialects.sampling import body_session
 from agentserve.headers import json_response
 from agentserve.identity import grouped, identify
+from agentserve.media import MediaChat
 from agentserve.routes.run import TurnRequest, answer
 from agentserve.server import Server
 
@@ -35,7 +37,10 @@ def router(server: Server) -> APIRouter:
         body, messages = await read(request)
         identity = grouped(identify(request.headers, body_session(messages)), client_session(messages) or messages.prompt_cache_key)
         mark = mark_of(request.headers, namespace.name, request.url.path, identity.session, body)
-        asked = TurnRequest(MessagesConversation(messages), options(messages), identity, bool(messages.stream), started, mark=mark)
+        conversation = MessagesConversation(messages)
+        parts = messages_media(messages.system, messages.messages) if hints_at_media(body, MESSAGES_TYPES) else None
+        media = MediaChat(parts, conversation.tools()) if parts is not None else None
+        asked = TurnRequest(conversation, options(messages), identity, bool(messages.stream), started, mark=mark, media=media)
         return answer(server, namespace, asked, MessagesAnswer(f"msg_{token_hex(12)}", server.model_name))
 
     async def count_tokens(request: Request) -> Response:

@@ -12,12 +12,14 @@ from fastapi import APIRouter, Request, Response
 
 from agentserve.body import read_body
 from agentserve.deliveries import mark_of
+from agentserve.dialects.media_forms import responses_media
 from agentserve.dialects.responses import ResponsesConversation, input_items, options, parse
 from agentserve.dialects.responses_answer import NUMBER_DIGITS, ResponsesAnswer, response_of
 from agentserve.dialects.responses_store import StoredResponse
 from agentserve.dialects.sampling import body_session
 from agentserve.headers import json_response
 from agentserve.identity import grouped, identify
+from agentserve.media import MediaChat
 from agentserve.routes.run import TurnRequest, answer
 from agentserve.server import Server
 from agentserve.turns import Plan
@@ -48,9 +50,10 @@ def router(server: Server) -> APIRouter:
 
         writer = ResponsesAnswer(asked, token_hex(NUMBER_DIGITS // 2), server.model_name, int(datetime.now(UTC).timestamp()), keep)
         mark = mark_of(request.headers, namespace.name, request.url.path, identity.session, body)
-        return answer(
-            server, namespace, TurnRequest(conversation, options(asked), identity, bool(asked.stream), started, mark=mark), writer
-        )
+        parts = responses_media(asked.instructions, (*(previous.history() if previous else ()), *own))
+        media = MediaChat(parts, conversation.tools()) if parts is not None else None
+        turn = TurnRequest(conversation, options(asked), identity, bool(asked.stream), started, mark=mark, media=media)
+        return answer(server, namespace, turn, writer)
 
     @routes.get("/v1/responses/{response_id}")
     async def stored(request: Request, response_id: str) -> Response:

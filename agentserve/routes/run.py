@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from agentserve.exchange import Exchange, Sink
 from agentserve.headers import EVENT_STREAM, JSON, plan_headers, write_json
 from agentserve.identity import Identity
 from agentserve.ledger import Node
+from agentserve.media import MediaChat, MediaTurn
 from agentserve.routes.choices import generate_choices
 from agentserve.server import Server
 from agentserve.sessions import Namespace
@@ -95,6 +96,8 @@ class TurnRequest:
     """Writes the answer where more than one is asked for."""
     mark: Mark | None = None
     """Which request this is to a client that sends it again; None: it is not looked for."""
+    media: MediaChat | None = None
+    """The conversation in the engine's own form, where it holds what only the engine can render."""
 
 
 def answer(server: Server, namespace: Namespace, asked: TurnRequest, writer: AnswerWriter) -> Exchange:
@@ -124,9 +127,8 @@ class TurnRun:
         if asked.stream:
             wire.prepare(200, EVENT_STREAM)  # so that keep-alives can be sent while the turn waits for its ticket
         try:
-            turns = self._server.turns
-            async with turns.turn(asked.conversation, asked.options, asked.identity, self._namespace, asked.onto) as turn:
-                if asked.choices is not None:
+            async with self._turn() as turn:
+                if asked.choices is not None and isinstance(turn, Turn):
                     await self._choices(wire, turn, asked.choices)
                 else:
                     await (self._stream(wire, turn) if asked.stream else self._whole(wire, turn))
@@ -143,7 +145,13 @@ class TurnRun:
             else:
                 await write_json(wire, self._writer.refusal(error), status=error.status, headers=error_headers(error))
 
-    async def _stream(self, wire: Sink, turn: Turn) -> None:
+    def _turn(self) -> AbstractAsyncContextManager[Turn | MediaTurn]:
+        asked = self._asked
+        if asked.media is not None:
+            return self._server.media.turn(asked.media, asked.options, asked.identity, self._namespace)
+        return self._server.turns.turn(asked.conversation, asked.options, asked.identity, self._namespace, asked.onto)
+
+    async def _stream(self, wire: Sink, turn: Turn | MediaTurn) -> None:
         if not wire.started:
             wire.prepare(200, {**EVENT_STREAM, **plan_headers(turn.plan)})
         opened = False
@@ -159,7 +167,7 @@ class TurnRun:
         opening = b"" if opened else self._writer.opening(turn.plan)
         await wire.write(opening + self._writer.closing(turn.plan, outcome), more=False)
 
-    async def _whole(self, wire: Sink, turn: Turn) -> None:
+    async def _whole(self, wire: Sink, turn: Turn | MediaTurn) -> None:
         said: list[Delta] = []
         async with aclosing(turn.deltas(self._asked.options.stop)) as steps:
             async for deltas in steps:
@@ -201,7 +209,7 @@ class TurnRun:
     def _first_token(self) -> None:
         self._server.metrics.first_token.observe(time.monotonic() - self._asked.started)
 
-    def _finished(self, turn: Turn) -> Outcome:
+    def _finished(self, turn: Turn | MediaTurn) -> Outcome:
         outcome = turn.outcome
         assert outcome is not None
         self._server.metrics.answered(turn.plan, outcome)
