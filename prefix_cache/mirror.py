@@ -8,11 +8,13 @@ vLLM announces them; its opt-in report of mere reuse looks the same and must sta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from prefix_cache.blocks import BlockHash
-from prefix_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+from prefix_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event, EventBatch
 from prefix_cache.residency import Residency
 
 FULL_ATTENTION_KINDS = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
@@ -185,7 +187,7 @@ class Mirror:
             if self._num_right >= _NUM_RIGHT_TO_TRUST:
                 self.is_suspect = False
         for group in self._groups.values():
-            group.learn(hashes[num_known_blocks:num_blocks], hashes[num_hit_blocks - 1] if num_hit_blocks else None)
+            group.learn(hashes, num_known_blocks, num_blocks, hashes[num_hit_blocks - 1] if num_hit_blocks else None)
 
     def _doubt(self, missed: Sequence[BlockHash]) -> None:
         """A block was missed that we held for resident. Unless events are on their way, the engine dropped blocks without a word."""
@@ -234,15 +236,20 @@ class Mirror:
             del self._applied[next(iter(self._applied))]
         self.num_applied_batches += 1
         self.num_ignored_events += batch.num_unknown_events
-        for event in batch.events:
-            if isinstance(event, BlockStored):
-                self._store(event)
-            elif isinstance(event, BlockRemoved):
-                self._remove(event)
-            elif isinstance(event, AllBlocksCleared):
-                self.num_clears += 1
-                self._clear(announced=True)
-                self.is_suspect = False
+        for kind, events in itertools.groupby(batch.events, type):
+            if issubclass(kind, BlockRemoved):
+                self._remove(cast("Iterator[BlockRemoved]", events))
+            else:
+                for event in events:
+                    self._enter(event)
+
+    def _enter(self, event: Event) -> None:
+        if isinstance(event, BlockStored):
+            self._store(event)
+        elif isinstance(event, AllBlocksCleared):
+            self.num_clears += 1
+            self._clear(announced=True)
+            self.is_suspect = False
 
     def _store(self, event: BlockStored) -> None:
         if event.kv_cache_spec_kind not in FULL_ATTENTION_KINDS or event.medium not in (None, self._medium):
@@ -259,9 +266,18 @@ class Mirror:
             self._groups[index] = group
         group.store(event)
 
-    def _remove(self, event: BlockRemoved) -> None:
-        group = self._groups.get(event.group_idx or 0)
-        if group is None or event.medium not in (None, self._medium):
-            self.num_ignored_events += 1
-            return
-        group.remove(event.block_hashes)
+    def _remove(self, events: Iterator[BlockRemoved]) -> None:
+        """An engine that makes room announces each block by an event of its own: what follows one another leaves at once."""
+        gone: dict[int, list[EngineHash]] = {}
+        medium = self._medium
+        for event in events:
+            if event.medium is None or event.medium == medium:
+                gone.setdefault(event.group_idx or 0, []).extend(event.block_hashes)
+            else:
+                self.num_ignored_events += 1
+        for index, names in gone.items():
+            group = self._groups.get(index)
+            if group is None:
+                self.num_ignored_events += len(names)
+            else:
+                group.remove(names)

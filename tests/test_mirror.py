@@ -503,7 +503,7 @@ def test_maps_and_arrays_decode_to_the_same_events(as_arrays: bool, as_bytes: bo
     assert decoded.timestamp_seconds == 1.5
     store, remove, clear = decoded.events
     assert isinstance(store, BlockStored)
-    assert (store.block_hashes, store.token_ids, store.block_size, store.medium, store.lora_name) == ([name], [1, 2], 2, "GPU", None)
+    assert (store.block_hashes, list(store.token_ids), store.block_size, store.medium, store.lora_name) == ([name], [1, 2], 2, "GPU", None)
     assert isinstance(remove, BlockRemoved)
     assert (remove.block_hashes, remove.medium, remove.group_idx) == ([name], "GPU", None)
     assert isinstance(clear, AllBlocksCleared)
@@ -520,6 +520,19 @@ def test_unknown_kinds_and_fields_are_skipped_and_counted() -> None:
     decoded = decode_batch(msgspec.msgpack.encode([1.5, events, 0, "more"]))
     assert [event.block_hashes for event in decoded.events if isinstance(event, BlockRemoved)] == [[1], [2]]
     assert decoded.num_unknown_events == 3
+
+
+def test_decoded_ids_are_flat_and_ids_that_are_none_are_refused() -> None:
+    def payload(token: int) -> bytes:
+        fields = {"block_hashes": [1], "parent_block_hash": None, "token_ids": [token], "block_size": 1}
+        return msgspec.msgpack.encode([1.5, [{"type": "BlockStored", **fields}], 0])
+
+    (event,) = decode_batch(payload(2**32 - 1)).events
+    assert isinstance(event, BlockStored)
+    assert event.token_ids == array("I", [2**32 - 1])
+    for token in (-1, 2**32):
+        with pytest.raises(MalformedBatch):
+            decode_batch(payload(token))
 
 
 @pytest.mark.parametrize(
