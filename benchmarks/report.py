@@ -29,6 +29,8 @@ class Options:
     """Where peers are installed, each in a virtual environment of its own."""
     url: str = ""
     """A running server to measure, where the benchmark can; empty: it starts its own."""
+    traces: Path | None = None
+    """Recorded sessions, where the benchmark reads some; None: generated ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,8 @@ class Result:
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
+    figures: Mapping[str, float | None] = field(default_factory=dict)
+    """Single figures by name, for programs: they stand at the top of the JSON."""
 
 
 Benchmark = Callable[[Options], Result]
@@ -101,5 +105,5 @@ def _figure(value: float | None) -> str:
 
 def write_json(result: Result, path: Path) -> None:
     """Write `result` and its environment as JSON."""
-    data: dict[str, Any] = {"environment": environment(), "result": result}
+    data: dict[str, Any] = {**result.figures, "environment": environment(), "result": result}
     path.write_bytes(msgspec.json.format(msgspec.json.encode(data)) + b"\n")

@@ -43,7 +43,7 @@ class Residency:
         "num_dropped_blocks",
     )
 
-    def __init__(self, max_blocks: int) -> None:
+    def __init__(self, max_blocks: int, num_departures: int = 0) -> None:
         self._limit = max_blocks
         self._runs = Runs()
         self._copies: dict[int, int] = {}
@@ -57,7 +57,7 @@ class Residency:
         self._removed: dict[BlockHash, int] = {}
         """Latest removals, the newest last: twice the `num_departures` of then, and 1 more for a block that has come back."""
         self.num_dropped_blocks = 0
-        self.num_departures = 0
+        self.num_departures = num_departures
         """Times that blocks may have left; as long as it stands still, what matched once still does."""
 
     @property
@@ -115,11 +115,11 @@ class Residency:
     def match(self, hashes: Sequence[BlockHash], start: int = 0) -> int:
         """How many of `hashes` are resident from the first on, in blocks; those before `start` are taken as resident."""
         index, stop = start, len(hashes)
-        runs, learned = self._runs, self._learned
-        if 0 < start < stop and runs.headed(hashes[start]) is None and hashes[start] not in learned:
+        heads, learned = self._runs.heads, self._learned
+        if 0 < start < stop and hashes[start] not in heads and hashes[start] not in learned:
             index = 0  # it may stand inside a run that begins before it
         while index < stop:
-            run = runs.headed(hashes[index])
+            run = heads.get(hashes[index])
             if run is not None:
                 index += run.num_equal(hashes, index)
             elif index < start or hashes[index] in learned:
@@ -127,6 +127,10 @@ class Residency:
             else:
                 break
         return max(start, index)
+
+    def resident_hashes(self) -> set[BlockHash]:
+        """Blocks that the engine announced and those known from usage."""
+        return {*self._runs.hashes, *self._learned}
 
     def was_removed(self, block_hash: BlockHash) -> bool:
         """Whether it was resident, is not now, and the engine announced that."""
@@ -145,7 +149,7 @@ class Residency:
         """A finished request computed or reused `hashes[start:stop]` of its prompt; `last_hit` was the last block that it reused."""
         index = 0
         while index < stop:
-            run = self._runs.headed(hashes[index])
+            run = self._runs.heads.get(hashes[index])
             if run is not None:
                 index += run.num_equal(hashes, index)
                 continue
@@ -227,14 +231,14 @@ class Residency:
             return None
         if at is not None and at[0].hash_at(at[1] + 1) == hashes[index]:
             return at[0], at[1] + 1
-        run = self._runs.headed(hashes[index])
+        run = self._runs.heads.get(hashes[index])
         return (run, 0) if run is not None else None
 
     def _next_standing(self, hashes: Sequence[BlockHash], index: int) -> int:
         """Where the next run begins whose blocks stand here already."""
         if not self._runs.has_heads(hashes[index:]):
             return len(hashes)
-        return next(place for place in range(index, len(hashes)) if self._runs.headed(hashes[place]) is not None)
+        return next(place for place in range(index, len(hashes)) if hashes[place] in self._runs.heads)
 
     def _copy(self, names: Sequence[int], hashes: Sequence[BlockHash], index: int, run: Run, place: int) -> int:
         """Count copies from `index` on, which stand in `run` from `place` on; how many blocks those are."""

@@ -48,7 +48,10 @@ class Run:
     def num_equal(self, hashes: Sequence[BlockHash], start: int) -> int:
         """How many of `hashes[start:]` stand at the head of this run; the first does."""
         own = self.hashes
-        equal, differs = 1, min(len(self), len(hashes) - start) + 1
+        size, most = len(own) // HASH_BYTES, len(hashes) - start
+        if size <= most and own.endswith(hashes[start + size - 1]):
+            return size
+        equal, differs = 1, min(size, most) + 1
         probe = differs - 1
         while equal + 1 < differs:
             if own[(probe - 1) * HASH_BYTES : probe * HASH_BYTES] == hashes[start + probe - 1]:
@@ -62,19 +65,20 @@ class Run:
 class Runs:
     """All runs of one cache. Names are ints below 2^64; each name stands once."""
 
-    __slots__ = ("_heads", "_runs", "_tails", "num_blocks", "num_unresolved")
+    __slots__ = ("_runs", "_tails", "heads", "num_blocks", "num_unresolved")
 
     def __init__(self) -> None:
         self._runs: dict[Run, None] = {}
         """The oldest first."""
-        self._heads: dict[BlockHash, Run] = {}
+        self.heads: dict[BlockHash, Run] = {}
+        """Runs by their first block. Read only."""
         self._tails: dict[int, Run] = {}
         self.num_blocks = 0
         self.num_unresolved = 0
 
     def clear(self) -> None:
         self._runs.clear()
-        self._heads.clear()
+        self.heads.clear()
         self._tails.clear()
         self.num_blocks = self.num_unresolved = 0
 
@@ -86,13 +90,9 @@ class Runs:
         """Our hash of each block where it is known."""
         return (run.hash_at(index) for run in self._runs if run.hashes for index in range(len(run)))
 
-    def headed(self, block_hash: BlockHash) -> Run | None:
-        """The run that begins with this block."""
-        return self._heads.get(block_hash)
-
     def has_heads(self, hashes: Sequence[BlockHash]) -> bool:
         """Whether any of these blocks begins a run."""
-        return not self._heads.keys().isdisjoint(hashes)
+        return not self.heads.keys().isdisjoint(hashes)
 
     def among(self, names: Sequence[int], *, unresolved: bool = False) -> set[int]:
         """Those of `names` that are here. Searches all runs (or those that are unresolved)."""
@@ -109,7 +109,7 @@ class Runs:
 
     def holds(self, block_hash: BlockHash) -> bool:
         """Whether a block of this hash is anywhere. Searches all runs: for rare questions."""
-        if block_hash in self._heads:
+        if block_hash in self.heads:
             return True
         for run in self._runs:
             at = run.hashes.find(block_hash)
@@ -171,13 +171,13 @@ class Runs:
         assert self.num_unresolved == sum(len(run) for run in self._runs if not run.hashes)
         assert all(not run.hashes or len(run.hashes) == HASH_BYTES * len(run) for run in self._runs)
         assert self._tails == {_last_name(run): run for run in self._runs}
-        assert self._heads == {run.hash_at(0): run for run in self._runs if run.hashes}
+        assert self.heads == {run.hash_at(0): run for run in self._runs if run.hashes}
 
     def _enter(self, run: Run) -> None:
         self._runs[run] = None
         self._tails[_last_name(run)] = run
         if run.hashes:
-            self._heads[run.hash_at(0)] = run
+            self.heads[run.hash_at(0)] = run
 
     @staticmethod
     def _num_last(run: Run, names: Sequence[int], done: int) -> int:
@@ -200,7 +200,7 @@ class Runs:
         if num_gone == len(run):
             del self._runs[run]
             if gone:
-                del self._heads[run.hash_at(0)]
+                del self.heads[run.hash_at(0)]
         else:
             del run.names[-num_gone * NAME_BYTES :]
             if gone:

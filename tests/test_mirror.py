@@ -454,6 +454,41 @@ def test_a_silent_reset_costs_one_wrong_prediction() -> None:
     assert (mirror.num_over_predictions, mirror.num_contradictions) == (1, 1)
 
 
+def test_a_response_that_overtakes_its_events_costs_nothing_once_they_are_here() -> None:
+    a = stored(A)
+    mirror = fed(a, stored(B))
+    before = mirror.departures
+    mirror.learn(hashes(A), num_cached_tokens=8, predicted_tokens=mirror.predict(hashes(A), 17))
+    assert (mirror.is_suspect, mirror.match(hashes(B))) == (True, 0)
+    mirror.apply(2, batch(removed(a, 3, 2), stored(A, skip=2), at=2.0))
+    assert (mirror.is_suspect, mirror.num_contradictions, mirror.num_explained_contradictions) == (False, 1, 1)
+    assert (mirror.match(hashes(A)), mirror.match(hashes(B))) == (4, 3)
+    assert mirror.departures != before
+
+
+def test_a_replay_that_brings_the_removal_ends_the_suspicion() -> None:
+    a = stored(A)
+    mirror = fed(a, stored(B))
+    mirror.learn(hashes(A), num_cached_tokens=0, predicted_tokens=16)
+    gap = mirror.apply(5, batch(stored([9] * 8), at=5.0))
+    assert gap == Gap(2, 5)
+    mirror.apply(2, batch(stored([8] * 4), at=2.0), replayed=True)
+    assert mirror.is_suspect
+    mirror.apply(3, batch(removed(a, 3, 2, 1, 0), at=3.0), replayed=True)
+    mirror.apply(4, batch(a, at=4.0), replayed=True)
+    assert (mirror.gap, mirror.is_suspect) == (None, False)
+    assert [mirror.match(hashes(ids)) for ids in (A, B, [8] * 4, [9] * 8)] == [4, 3, 1, 2]
+
+
+def test_a_contradiction_that_nothing_explains_stands() -> None:
+    mirror = fed(stored(A), stored(B))
+    mirror.learn(hashes(A), num_cached_tokens=0, predicted_tokens=16)
+    for seq in range(2, 30):
+        mirror.apply(seq, batch(stored([seq] * 4), at=float(seq)))
+    mirror.apply(30, batch(BlockRemoved(stored(A).block_hashes), at=30.0))
+    assert (mirror.is_suspect, mirror.match(hashes(B)), mirror.match(hashes([29] * 4))) == (True, 0, 1)
+
+
 def test_an_eviction_between_prediction_and_start_is_no_contradiction() -> None:
     event = stored(A)
     mirror = fed(event, stored(B))
