@@ -10,6 +10,7 @@ from agentserve.sessions import Relation, Session
 from prefix_cache.blocks import BlockHash
 from prefix_cache.hits import HitTotals, TurnHits, account
 from prefix_cache.mirror import Mirror
+from prefix_cache.tiers.offload import ExternalHit, Offload
 from prefix_cache.tree import PrefixTree
 
 
@@ -30,14 +31,20 @@ class Estimate:
     """Behind the ceiling: would have been known but for a difference that the canonicaliser was told to pass."""
     departures: tuple[int, ...] = ()
     """The mirror's count of blocks that left, when this was estimated."""
+    external: ExternalHit | None = None
+    """What offload tiers will add to the leading blocks that the mirror holds. None: no tier is followed."""
 
 
 class CacheBooks:
-    """Estimates before, books after. `block_size` None: the engine does not say; then there are no block figures."""
+    """Estimates before, books after. `block_size` None: the engine does not say; then there are no block figures.
 
-    def __init__(self, *, block_size: int | None, ceiling_tokens: int, mirror: Mirror | None) -> None:
+    `offload` needs a mirror: what a tier adds is counted beyond what the GPU holds.
+    """
+
+    def __init__(self, *, block_size: int | None, ceiling_tokens: int, mirror: Mirror | None, offload: Offload | None = None) -> None:
         self.block_size = block_size
         self.mirror = mirror
+        self.offload = offload if mirror is not None else None
         self.tree = PrefixTree(ceiling_tokens)
         self.totals = HitTotals()
 
@@ -59,7 +66,9 @@ class CacheBooks:
         prompt.resident_as_of, prompt.num_resident_blocks = departures, predicted // self.mirror.block_size
         resident = predicted // self.mirror.block_size
         removed = tuple(map(self.mirror.was_removed, hashes[resident : ceiling // self.mirror.block_size]))
-        return Estimate(num_tokens, ceiling, None if self.mirror.is_suspect else predicted, hashes, resident, removed, volatile, departures)
+        known = None if self.mirror.is_suspect else predicted
+        external = self.offload.predict(hashes, num_tokens, predicted) if self.offload is not None else None
+        return Estimate(num_tokens, ceiling, known, hashes, resident, removed, volatile, departures, external)
 
     def computed(self, prompt: FlatPrompt, num_tokens: int) -> None:
         """The engine has computed the first `num_tokens` of the prompt; no more than the last token may be beyond them."""
@@ -78,13 +87,28 @@ class CacheBooks:
         """Account for a request that the engine has answered; `computed` holds its prompt and what was generated."""
         hits = self._account(estimate, relation, num_cached_tokens)
         if self.mirror is not None and num_cached_tokens is not None:
-            size = self.mirror.block_size
-            num_blocks = max(0, len(computed.ids) - 1) // size
-            # Also while suspect: a run of right guesses is what ends the suspicion.
-            self.mirror.learn(computed.chain.hashes, num_cached_tokens, estimate.num_resident_blocks * size, num_blocks=num_blocks)
+            self._learn(self.mirror, estimate, num_cached_tokens, computed)
         session.totals.add(hits)
         self.totals.add(hits)
         return hits
+
+    def _learn(self, mirror: Mirror, estimate: Estimate, num_cached_tokens: int, computed: FlatPrompt) -> None:
+        hashes, num_computed = computed.chain.hashes, max(0, len(computed.ids) - 1)
+        guess = estimate.num_resident_blocks * mirror.block_size
+        beyond = max(0, num_cached_tokens - guess) if estimate.external is not None else 0
+        if estimate.external is not None and estimate.predicted is None:
+            beyond = min(beyond, estimate.external.num_tokens)  # a suspect mirror may also know too little of the GPU
+        # Also while suspect: a run of right guesses is what ends the suspicion.
+        mirror.learn(hashes, num_cached_tokens - beyond, guess, num_blocks=num_computed // mirror.block_size)
+        if self.offload is not None and estimate.external is not None:
+            self.offload.learn(estimate.hashes, estimate.num_prompt_tokens, num_cached_tokens, estimate.external)
+            self.offload.computed(hashes, num_computed, salted=bool(computed.salt))
+
+    def _external(self, estimate: Estimate, num_cached_tokens: int | None) -> int | None:
+        """Of the hit, what the GPU did not hold: the engine reports the sum only. None where that cannot be told."""
+        if estimate.external is None or estimate.predicted is None or num_cached_tokens is None:
+            return None
+        return max(0, num_cached_tokens - estimate.predicted)
 
     def preview(self, estimate: Estimate, relation: Relation) -> TurnHits:
         """The account before the engine has answered: `actual` and `missed` unknown."""
@@ -104,7 +128,16 @@ class CacheBooks:
             shared_tokens=shared,
             volatile_tokens=estimate.volatile_tokens,
             confirmed_evicted=self._evicted(estimate, num_cached_tokens),
+            external_predicted=None if estimate.external is None or estimate.predicted is None else estimate.external.num_tokens,
+            external=self._external(estimate, num_cached_tokens),
+            offload_missing=self._not_returned(estimate, num_cached_tokens),
         )
+
+    def _not_returned(self, estimate: Estimate, num_cached_tokens: int | None) -> int | None:
+        """Tokens behind the hit that the tiers had been given."""
+        if self.mirror is None or estimate.external is None or num_cached_tokens is None:
+            return None
+        return estimate.num_resident_blocks * self.mirror.block_size + estimate.external.num_given_tokens - num_cached_tokens
 
     def _evicted(self, estimate: Estimate, num_cached_tokens: int | None) -> int | None:
         """Tokens between hit and ceiling that are gone because the first missing block was seen to leave.

@@ -3,7 +3,8 @@
 ceiling          longest prefix already computed by any request of this deployment (unlimited cache, exact tokens)
 ceiling_blocks   the same in whole blocks, at most num_prompt_tokens − 1 (an engine always computes the last token)
 predicted        what the mirror says is resident; None without a mirror
-actual           the engine's num_cached_tokens; None where the engine does not say
+actual           the engine's num_cached_tokens, from the GPU and from offload tiers; None where the engine does not say
+external         of actual, what came from an offload tier; None where that cannot be told
 
 missed = num_prompt_tokens − actual, split into causes that add up to it exactly. Rates are sums over sums.
 """
@@ -31,7 +32,7 @@ class Cause(StrEnum):
     EVICTED = "evicted"
     """It was resident and its removal was announced."""
     OFFLOAD_MISSING = "offload_missing"
-    """Expected in an offload tier, but expired there or not on every rank."""
+    """Given to an offload tier, but not there any more, or not on every rank."""
     OTHER_REPLICA = "other_replica"
     """Resident on a replica that did not get the request."""
     ISOLATION = "isolation"
@@ -53,6 +54,9 @@ class TurnHits:
     missed: Mapping[Cause, int] | None
     num_clamped_tokens: int = 0
     """By how much the engine's count lay outside 0 to num_prompt_tokens; seen after preemption, and never passed on."""
+    external_predicted: int | None = None
+    """What offload tiers were expected to add to `predicted`; None without a tier that is followed."""
+    external: int | None = None
 
 
 def account(
@@ -67,12 +71,16 @@ def account(
     volatile_tokens: int = 0,
     confirmed_evicted: int | None = None,
     in_flight: int | None = None,
+    external_predicted: int | None = None,
+    external: int | None = None,
+    offload_missing: int | None = None,
 ) -> TurnHits:
     """Book one request.
 
     `history_tokens` of this session had been computed, and this prompt left them after `shared_tokens` (equal where nothing was edited);
     `volatile_tokens` of what follows differ only by something canonicalisable. `confirmed_evicted` and `in_flight` are what is known of
-    the gap between ceiling and hit. Claims larger than their part of the prompt are cut, so that the causes always add up.
+    the gap between ceiling and hit, `offload_missing` what an offload tier had been given of it and did not return. Claims larger than
+    their part of the prompt are cut, so that the causes always add up.
     """
     num_clamped_tokens = 0
     if actual is not None:
@@ -90,9 +98,11 @@ def account(
         edited = max(0, history_tokens - shared_tokens)
         never_hit = _split(num_prompt_tokens - ceiling, ((Cause.VOLATILE, volatile_tokens), (Cause.CLIENT_EDIT, edited)), rest=Cause.NEW)
         reachable = ceiling if ceiling_blocks is None else ceiling_blocks
-        lost = _split(reachable - actual, ((Cause.EVICTED, confirmed_evicted), (Cause.IN_FLIGHT, in_flight)), rest=Cause.UNKNOWN)
+        claims = ((Cause.OFFLOAD_MISSING, offload_missing), (Cause.EVICTED, confirmed_evicted), (Cause.IN_FLIGHT, in_flight))
+        lost = _split(reachable - actual, claims, rest=Cause.UNKNOWN)
         missed = {cause: tokens for cause, tokens in (*never_hit, (Cause.TAIL, ceiling - reachable), *lost) if tokens}
-    return TurnHits(num_prompt_tokens, ceiling, ceiling_blocks, predicted, actual, missed, num_clamped_tokens)
+    external = None if external is None or actual is None else min(external, actual)
+    return TurnHits(num_prompt_tokens, ceiling, ceiling_blocks, predicted, actual, missed, num_clamped_tokens, external_predicted, external)
 
 
 def _split(tokens: int, claims: Iterable[tuple[Cause, int | None]], rest: Cause) -> list[tuple[Cause, int]]:
@@ -115,11 +125,15 @@ class HitTotals:
     ceiling_blocks: int = 0
     predicted: int = 0
     actual: int = 0
+    external_predicted: int = 0
+    external: int = 0
     missed: dict[Cause, int] = field(default_factory=dict)
     num_clamped_turns: int = 0
     _aligned_prompt_tokens: int = 0
     _predicted_prompt_tokens: int = 0
     _actual_prompt_tokens: int = 0
+    _external_predicted_prompt_tokens: int = 0
+    _external_prompt_tokens: int = 0
 
     def add(self, hits: TurnHits) -> None:
         self.num_turns += 1
@@ -135,6 +149,12 @@ class HitTotals:
         if hits.actual is not None:
             self.actual += hits.actual
             self._actual_prompt_tokens += hits.num_prompt_tokens
+        if hits.external_predicted is not None:
+            self.external_predicted += hits.external_predicted
+            self._external_predicted_prompt_tokens += hits.num_prompt_tokens
+        if hits.external is not None:
+            self.external += hits.external
+            self._external_prompt_tokens += hits.num_prompt_tokens
         for cause, tokens in (hits.missed or {}).items():
             self.missed[cause] = self.missed.get(cause, 0) + tokens
 
@@ -153,6 +173,14 @@ class HitTotals:
     @property
     def actual_hit_rate(self) -> float | None:
         return _rate(self.actual, self._actual_prompt_tokens)
+
+    @property
+    def external_predicted_hit_rate(self) -> float | None:
+        return _rate(self.external_predicted, self._external_predicted_prompt_tokens)
+
+    @property
+    def external_hit_rate(self) -> float | None:
+        return _rate(self.external, self._external_prompt_tokens)
 
     @property
     def coverage(self) -> float | None:
