@@ -18,9 +18,10 @@ DEFAULT_REDIS_PORT: Final = 6379
 READ_TTL_SECONDS: Final = 7200
 """How long a lookup keeps its chunks locked until they are loaded. LMCache's 300 s end while a turn waits in a full engine's queue."""
 
-# A dead cache server must cost one request a second, not five minutes: vLLM's scheduler waits for it no longer than this.
-_CALL_SECONDS: Final = 5
-_HEARTBEAT_SECONDS: Final = 1
+# A dead cache server must cost one request seconds, not the five minutes of LMCache's default: vLLM's scheduler waits for it.
+_CALL_SECONDS: Final = 10
+# Also how long an answer may take: with 1 s a busy machine's server was taken for dead, and found again, every few seconds.
+_HEARTBEAT_SECONDS: Final = 5
 # By a file of this user's, because every user of the machine can read the arguments.
 _WITH_PASSWORD: Final = 'LMCACHE_RESP_PASSWORD="$(cat "$0")"; export LMCACHE_RESP_PASSWORD; exec "$@"'
 
@@ -69,6 +70,7 @@ def lmcache_command(options: LmcacheOptions, port: int, http_port: int, password
         "chunk-size": str(options.chunk_tokens),
         "l1-size-gb": str(options.num_bytes / (1 << 30)),
         "l1-read-ttl-seconds": str(READ_TTL_SECONDS),
+        "max-workers": "2",  # with one, the ranks' transfers queue behind each other
         "eviction-policy": "LRU",
         "supported-transfer-mode": "lmcache_driven",
     }
@@ -108,6 +110,7 @@ def connector_args(port: int) -> tuple[str, ...]:
         "kv_connector": "LMCacheMPConnector",
         "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
         "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",  # vLLM's default fails the request when a chunk that was found cannot be loaded
         "kv_connector_extra_config": settings,
     }
     return ("--kv-transfer-config", json.dumps(config))

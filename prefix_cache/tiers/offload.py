@@ -32,6 +32,8 @@ class ExternalHit:
     """The same, had the tiers kept all that they were ever given."""
     tier: Tier | None = None
     """The slowest tier that takes part; None: no tier does."""
+    num_explained_tokens: int = 0
+    """A hit of the whole prompt that GPU and memory explain by themselves."""
 
 
 class Offload:
@@ -98,25 +100,19 @@ class Offload:
         num_found = self._match(keys, num_in_memory) if self.is_up else 0
         beyond = self._beyond(num_found, num_prompt_tokens, num_gpu_tokens)
         tier = (Tier.REMOTE if num_found > num_in_memory else Tier.DRAM) if beyond else None
-        return ExternalHit(beyond, self._beyond(max(num_given, num_found), num_prompt_tokens, num_gpu_tokens), tier)
+        given = self._beyond(max(num_given, num_found), num_prompt_tokens, num_gpu_tokens)
+        return ExternalHit(beyond, given, tier, max(num_gpu_tokens, num_in_memory * self.chunk_tokens))
 
     def learn(self, hashes: Sequence[BlockHash], num_prompt_tokens: int, num_cached_tokens: int, expected: ExternalHit) -> None:
-        """Correct the guess by a finished request: `num_cached_tokens` of its prompt were found, on the GPU and behind it."""
-        keys = self._keys(hashes, num_prompt_tokens)
-        num_hit = min(num_cached_tokens // self.chunk_tokens, len(keys))
-        num_in_memory = self.dram.match(keys)
-        self.dram.touch(keys[:num_hit])
-        if not self.is_up or not expected.num_given_tokens:
-            return
-        if num_hit > num_in_memory:
-            self.num_wrong = 0
-        num_expected = max(num_in_memory, self._match(keys, num_in_memory))
-        if expected.num_tokens and num_hit < num_expected:
-            missed = keys[num_hit : num_hit + 1]
-            self.dram.remove(missed)
-            if self.remote is not None and num_hit >= num_in_memory:
-                self.remote.remove(missed)
-                self.num_wrong += 1
+        """Correct the guess by a finished request: `num_cached_tokens` of its prompt were found, on the GPU and behind it.
+
+        What it did not find it has computed and stored again, so no chunk is struck off; but a remote tier that fails in a row is gone.
+        """
+        self.dram.touch(self._keys(hashes, num_prompt_tokens)[: num_cached_tokens // self.chunk_tokens])
+        if num_cached_tokens > expected.num_explained_tokens:
+            self.num_wrong = 0  # only the remote tier explains it
+        elif expected.tier is Tier.REMOTE:
+            self.num_wrong += 1
 
     def computed(self, hashes: Sequence[BlockHash], num_tokens: int, *, salted: bool) -> None:
         """A request has computed or loaded its first `num_tokens`: their whole chunks were given to the tiers."""
