@@ -35,7 +35,6 @@ WINDOW = 200
 NUM_REQUESTS = 400
 NUM_SESSIONS = 10
 KV_TOKENS = 8192
-MAX_PROMPT_TOKENS = 5000
 MEMORY_BYTES = 64 << 20
 """512 chunks of 256 tokens of the nano model."""
 EXTERNAL_HITS = "vllm:external_prefix_cache_hits_total"
@@ -62,6 +61,8 @@ class Player:
     url: str
     client: aiohttp.ClientSession
     rng: random.Random
+    max_prompt_tokens: int
+    """A session above it begins anew."""
     sessions: list[list[dict[str, Any]]] = field(default_factory=list)
 
     def open(self, num_sessions: int) -> None:
@@ -78,7 +79,7 @@ class Player:
             session.append({"role": "user", "content": code(self.rng, self.rng.choice((150, 400, 1200)))})
             played.append(await self.ask(session, self.rng.choice((5, 20, 60))))
             session.append({"role": "assistant", "content": played[-1].text})
-            if played[-1].num_prompt_tokens > MAX_PROMPT_TOKENS:
+            if played[-1].num_prompt_tokens > self.max_prompt_tokens:
                 self.sessions[number] = session[:1]
         return played
 
@@ -108,11 +109,12 @@ class Player:
 
 @asynccontextmanager
 async def offloading(cache_folder: Path, *, seed: int = 1, **offload: Any) -> AsyncIterator[Player]:
-    """A whole server with a tier behind its engine. `offload` settings by name; `tensor_parallel` is the engine's."""
+    """A whole server with a tier behind its engine. `offload` settings by name; `kv_tokens` and `tensor_parallel` are the engine's."""
+    kv_tokens = offload.pop("kv_tokens", KV_TOKENS)
     flags: dict[tuple[str, ...], Any] = {
         ("cache_folder",): cache_folder,
         ("log_level",): "warning",
-        ("engine", "kv_tokens"): KV_TOKENS,
+        ("engine", "kv_tokens"): kv_tokens,
         ("engine", "tensor_parallel"): offload.pop("tensor_parallel", 1),
         ("offload", "tier"): "lmcache",
         ("offload", "bytes"): MEMORY_BYTES,
@@ -125,7 +127,7 @@ async def offloading(cache_folder: Path, *, seed: int = 1, **offload: Any) -> As
             try:
                 async with aiohttp.ClientSession() as client:
                     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-                    yield Player(server, url, client, random.Random(seed))
+                    yield Player(server, url, client, random.Random(seed), kv_tokens * 3 // 5)
             finally:
                 web.should_exit = True
                 await serving
