@@ -102,6 +102,9 @@ def _announce(server: Server, url: str) -> None:
     _console.print(f"  curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'", soft_wrap=True, markup=False)
     _console.print(f"  curl {url}/v1/sessions          # what the server knows of each session", soft_wrap=True, markup=False)
     _console.print(f"  curl {url}/metrics              # agentserve_* and the engine's own", soft_wrap=True, markup=False)
+    address = "" if url == DEFAULT_URL else f" --url {url}"
+    command = "python -m agentserve" if sys.argv[0].endswith(".py") else sys.argv[0]
+    _console.print(f"  {command} doctor{address}          # what will cost hits or crash", soft_wrap=True, markup=False)
     replay = "make replay" if url == DEFAULT_URL else f"make replay URL={url}"
     _console.print(f"  {replay}          # drive agent sessions through it and print the hit report", soft_wrap=True, markup=False)
     _console.print("Stop with Ctrl-C.")

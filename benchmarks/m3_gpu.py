@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -32,6 +33,7 @@ from vllm.inputs import TokensPrompt
 from agentserve.engines.plugin.index_reuse import IndexReuse, install
 from model.m3.config import MINIMAX_M3
 from model.m3.index_reuse import ReusePlan, fixed_plan, index_work
+from model.m3.sharding import Shard
 from model.reference.experts import ExpertRule, ExpertWeights, experts, swiglu_oai
 from model.reference.gate import Thresholds, Verdict, compare
 from model.reference.norms import gemma_norm, rotate
@@ -107,7 +109,7 @@ class Arms:
         self.reuse = IndexReuse(fixed_plan(self.num_sparse, freq))
         self.captured = freq
         install(m3.MiniMaxM3SparseAttention, self.reuse)
-        folder = write_model(Path("/tmp/m3-layers"), num_layers, num_experts)
+        folder = write_model(Path(mkdtemp(prefix="m3-layers-")), num_layers, num_experts)
         extra = {} if eager else {"compilation_config": {"cudagraph_capture_sizes": [1, 8, 16, 28, 32]}}
         self.llm = LLM(
             model=str(folder),
@@ -178,7 +180,8 @@ def _attention(
     sparse: bool,
 ) -> torch.Tensor:
     normed = gemma_norm(hidden, own["input_layernorm.weight"])
-    sizes = [8192, 512, 512] + ([512, 128] if sparse else [])
+    shard = Shard(MINIMAX_M3, 1)
+    sizes = [shard.query_size, shard.kv_size, shard.kv_size] + ([shard.index_query_size, MINIMAX_M3.index_dim] if sparse else [])
     parts = (normed @ own["self_attn.qkv_proj.weight"].T).split(sizes, -1)
 
     def heads(x: torch.Tensor, name: str) -> torch.Tensor:
