@@ -8,7 +8,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 from rich.console import Console
 
-from benchmarks import agentx, overhead, turn_cost
+from benchmarks import agentx, offload, overhead, turn_cost
 from benchmarks.cases import CasesFailed
 from benchmarks.client import BadAnswer
 from benchmarks.contenders import ContenderFailed
@@ -18,6 +18,7 @@ from benchmarks.report import CACHE_FOLDER, Benchmark, Options, show, write_json
 BENCHMARKS: dict[str, Benchmark] = {
     "agentx": agentx.measure,
     "ledger": ledger.measure,
+    "offload": offload.measure,
     "overhead": overhead.measure,
     "turn_cost": turn_cost.measure,
 }

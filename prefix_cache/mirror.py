@@ -8,7 +8,7 @@ vLLM announces them; its opt-in report of mere reuse looks the same and must sta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from prefix_cache.blocks import BlockHash
@@ -57,6 +57,8 @@ class Mirror:
         self.num_over_predictions = 0
         self.num_contradictions = 0
         """Misses of blocks whose removal was never announced; each empties the mirror."""
+        self.on_batch: Callable[[EventBatch], None] | None = None
+        """Called with each batch when it is applied: in order, once. For those who follow other media of the same stream."""
         self._medium = medium
         self._max_blocks = max_blocks
         self._max_held_batches = max_held_batches
@@ -239,6 +241,8 @@ class Mirror:
             del self._applied[next(iter(self._applied))]
         self.num_applied_batches += 1
         self.num_ignored_events += batch.num_unknown_events
+        if self.on_batch is not None:
+            self.on_batch(batch)
         for event in batch.events:
             if isinstance(event, BlockStored):
                 self._store(event)
