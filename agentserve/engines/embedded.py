@@ -13,7 +13,7 @@ from typing import Final
 
 import structlog
 
-from agentserve.engines import Chunk, EngineInfo, GenerateRequest
+from agentserve.engines import ChatChunk, ChatRequest, Chunk, EngineInfo, GenerateRequest
 from agentserve.engines.child import end, free_port, spawn
 from agentserve.engines.vllm import VllmEngine
 from agentserve.engines.vllm_command import EmbeddedOptions, vllm_command
@@ -110,6 +110,11 @@ class EmbeddedEngine:
         """vLLM's own metrics, unchanged."""
         self._raise_if_down()
         return await self._client.metrics()
+
+    def chat(self, request: ChatRequest) -> AsyncGenerator[ChatChunk, None]:
+        """As `VllmEngine.chat`. Raises `EngineUnavailable` at once while vLLM is down."""
+        self._raise_if_down()
+        return self._client.chat(request)
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """As `VllmEngine.generate`, without a seed. Raises `EngineUnavailable` at once while vLLM is down."""
