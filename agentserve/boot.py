@@ -18,6 +18,7 @@ import xxhash
 from admission.policies import ADMISSION_POLICIES
 from admission.requests import Limits
 from admission.tickets import TicketBook
+from admission.twins import TwinGate
 from agentserve.cache import CacheBooks
 from agentserve.canonical.canonicaliser import choose
 from agentserve.deliveries import Deliveries
@@ -40,6 +41,7 @@ from agentserve.state.breaker import Failure
 from agentserve.state.link import RedisLink
 from agentserve.state.stored import Listeners, StoredSessions
 from agentserve.turns import Turns
+from agentserve.twins import TwinRoom
 from agentserve.waiting import WaitingRoom
 from model.chat import ChatFormat
 from model.chat.formats import chat_format
@@ -165,6 +167,9 @@ def build(
     )
     metrics = Metrics()
     room = WaitingRoom(ADMISSION_POLICIES["fcfs"](TicketBook(), limits), clock, metrics.queue.observe)
+    twins = TwinRoom(
+        TwinGate(settings.alignment.twin_blocks), limit_seconds=settings.alignment.twin_seconds, clock=clock, held=metrics.held
+    )
     namespaces = Namespaces(
         block_size=engine.info.block_size or DEFAULT_BLOCK_SIZE,
         max_tokens=settings.sessions.ledger_tokens,
@@ -179,6 +184,7 @@ def build(
         namespaces=namespaces,
         books=books,
         room=room,
+        twins=twins,
         canonicaliser=choose(settings.canonicalise.mode, settings.canonicalise.on, settings.canonicalise.off),
         clock=clock,
         new_id=lambda: token_hex(12),
@@ -187,6 +193,7 @@ def build(
         stored=stored_sessions(settings.state, partial(deployment, engine.info.model, tokenizer, chat), books, metrics, clock),
     )
     metrics.watch("waiting_turns", "Turns that wait for a ticket", lambda: room.num_waiting)
+    metrics.watch("held_turns", "Turns that wait for a twin", lambda: twins.num_held)
     metrics.watch("sessions", "Sessions that are known", lambda: namespaces.num_sessions)
     metrics.watch("ledger_tokens", "Tokens that all ledgers hold", lambda: namespaces.num_tokens)
     metrics.watch("ceiling_index_tokens", "Tokens that the ceiling index holds", lambda: books.tree.num_tokens)

@@ -143,6 +143,15 @@ class CacheBooks:
         if self.mirror.match(estimate.hashes[:stop], start) == stop:
             sent.settled = departures
 
+    def num_known_blocks(self, estimate: Estimate) -> int:
+        """Leading blocks that need not be computed as far as anybody knows: resident, or without a mirror computed before.
+
+        All of the prompt's blocks where the engine does not say how large they are.
+        """
+        if self.mirror is not None:
+            return estimate.num_resident_blocks
+        return estimate.ceiling // self.block_size if self.block_size is not None else len(estimate.hashes)
+
     def computed(self, prompt: FlatPrompt, num_tokens: int) -> None:
         """The engine has computed the first `num_tokens` of the prompt; no more than the last token may be beyond them."""
         ids = prompt.ids

@@ -48,12 +48,23 @@ class Metrics:
             "agentserve_time_to_first_token_seconds", "From request to first generated token", registry=self.registry, buckets=SECONDS
         )
         self.queue = Histogram("agentserve_queue_seconds", "Waiting for a ticket", registry=self.registry, buckets=SECONDS)
+        self.twin_hold = Histogram(
+            "agentserve_twin_hold_seconds",
+            "Waiting for a twin that computes the same head, by how it ended",
+            ("end",),
+            registry=self.registry,
+            buckets=SECONDS,
+        )
         for cause in Cause:
             self.missed_tokens.labels(cause.value)
 
     def watch(self, name: str, help_text: str, read: Callable[[], float]) -> None:
         """Export a gauge that is read at each scrape."""
         Gauge(f"agentserve_{name}", help_text, registry=self.registry).set_function(read)
+
+    def held(self, seconds: float, was_computed: bool) -> None:
+        """Book a wait for a twin."""
+        self.twin_hold.labels("computed" if was_computed else "limit").observe(seconds)
 
     def answered(self, plan: Plan, outcome: Outcome) -> None:
         """Count a finished turn."""

@@ -60,6 +60,15 @@ class LimitSettings(Part):
     )
 
 
+class AlignmentSettings(Part):
+    twin_blocks: int = Field(
+        8,
+        ge=0,
+        description="Blocks not yet computed that make two turns twins: the second waits until the first has them; 0: nobody waits.",
+    )
+    twin_seconds: float = Field(10.0, gt=0, description="Longest that a turn waits for its twin, seconds; then it computes on its own.")
+
+
 class SessionSettings(Part):
     ledger_tokens: int = Field(256_000_000, ge=1, description="Tokens that all ledgers may hold (15 bytes each); idle sessions go first.")
     idle_seconds: float = Field(6 * 3600.0, gt=0, description="A session unused for this long is forgotten, seconds.")
@@ -131,6 +140,7 @@ class Settings(BaseSettings):
     engine: EngineSettings = EngineSettings()
     offload: OffloadSettings = OffloadSettings()
     limits: LimitSettings = LimitSettings()
+    alignment: AlignmentSettings = AlignmentSettings()
     sessions: SessionSettings = SessionSettings()
     state: StateSettings = StateSettings()
     canonicalise: CanonicaliseSettings = CanonicaliseSettings()

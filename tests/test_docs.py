@@ -287,7 +287,7 @@ def test_commands_that_are_shown_use_flags_and_targets_that_exist(page: Path) ->
         used = re.search(r'agentserve serve (.*)|SERVE="(.*?)"', line)
         if used is not None:
             assert set(re.findall(r"(?<!\S)--[a-z-]+", used[1] or used[2])) <= flags, line
-    for name in re.findall(r"`(--(?:engine|offload|limits|sessions|state|canonicalise)-[a-z-]+)`", prose(page)):
+    for name in re.findall(r"`(--(?:engine|offload|limits|alignment|sessions|state|canonicalise)-[a-z-]+)`", prose(page)):
         assert name in flags, name
 
 
