@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import asdict
 from importlib.metadata import version
 
 from rich.console import Console
 
-from benchmarks import cache_alignment, cache_engine, cache_speed
+from benchmarks import cache_alignment, cache_engine, cache_speed, offload
+from benchmarks.doctor_plants import doctor_score
 from benchmarks.report import Options, Result, Row
 
 Figures = dict[str, float | None]
 
-PARTS: tuple[Callable[[Options], Figures], ...] = ()
-"""Further parts, for offloaded blocks and for the doctor: figures by name. A figure that no part measures is None."""
-_DOCTOR = ("doctor_found", "doctor_planted", "doctor_false")
+
+def _doctor(_: Options) -> Figures:
+    return {name: float(count) for name, count in asdict(doctor_score()).items()}
+
+
+PARTS: tuple[Callable[[Options], Figures], ...] = (offload.figures, _doctor)
+"""What is measured beside the mirror: figures by name."""
 
 
 def measure(options: Options) -> Result:
@@ -30,12 +36,10 @@ def measure(options: Options) -> Result:
         "recall": min(agreement.recall for agreement in played.agreements),
         "cause_sum_error_tokens": float(played.cause_sum_error_tokens),
         "unknown_share": played.unknown_share,
-        "external_prediction_error_points": None,
         "tail_tokens_saved_share": alignments[-1].saved_share,
         "block_events_per_second": speed.block_events_per_second,
         "matches_per_second": speed.matches_per_second,
         "bytes_per_block": speed.bytes_per_block,
-        **dict.fromkeys(_DOCTOR),
     }
     for part in PARTS:
         figures.update(part(options))

@@ -184,6 +184,30 @@ def test_what_was_to_come_from_elsewhere_and_did_not_has_its_own_cause(known: di
     assert hits.missed[Cause.EVICTED] == 640 - BLOCK - 320
 
 
+def test_an_answer_ahead_of_the_events_is_booked_as_evicted_and_nothing_is_forgotten() -> None:
+    books, ids = Books(), list(range(640))
+    books.ask(ids, 0)
+    names = books.stored(ids)
+    hits = books.ask(ids, 5 * BLOCK)
+    assert hits.missed == {Cause.EVICTED: 640 - BLOCK - 5 * BLOCK, Cause.TAIL: BLOCK}
+    assert (books.mirror.num_contradictions, books.mirror.is_suspect) == (0, False)
+    books.tell(BlockRemoved(block_hashes=names[5:]))
+    assert books.ask(ids, 5 * BLOCK).predicted == 5 * BLOCK
+    assert (books.mirror.num_over_predictions, books.mirror.num_contradictions) == (1, 0)
+
+
+def test_a_miss_that_no_event_explains_counts_against_the_mirror_in_the_end() -> None:
+    books, ids = Books(), list(range(640))
+    books.ask(ids, 0)
+    books.stored(ids)
+    books.ask(ids, 5 * BLOCK)
+    for number in range(16):
+        assert books.mirror.num_contradictions == 0
+        books.tell(BlockStored(block_hashes=[1000 + number], parent_block_hash=None, token_ids=[number] * BLOCK, block_size=BLOCK))
+    books.ask(ids, 5 * BLOCK)
+    assert (books.mirror.num_contradictions, books.mirror.is_suspect) == (1, True)
+
+
 def test_blocks_are_in_flight_from_sending_until_the_prefill_of_all_who_compute_them() -> None:
     flight = InFlight()
     hashes = [bytes([number]) * 16 for number in range(6)]
