@@ -147,6 +147,7 @@ def build(settings: Settings, engine: Engine, tokenizer: Tokenizer, chat: ChatFo
         wall_clock=_wall_clock,
         stored=stored_sessions(settings.state, partial(deployment, engine.info.model, tokenizer, chat), books, metrics, clock),
     )
+    metrics.count("engine_retries", "Requests sent to the engine twice, as nothing came of the first", lambda: engine.num_retries)
     metrics.watch("waiting_turns", "Turns that wait for a ticket", lambda: room.num_waiting)
     metrics.watch("sessions", "Sessions that are known", lambda: namespaces.num_sessions)
     metrics.watch("ledger_tokens", "Tokens that all ledgers hold", lambda: namespaces.num_tokens)
