@@ -78,6 +78,7 @@ class Turn(msgspec.Struct):
     predicted_tokens: int | None = None
     cached_tokens: int | None = None
     missed_tokens: dict[Cause, int] | None = None
+    external_tokens: int | None = None
     recomputed_tokens: int = 0
     divergence: Divergence | None = None
     head_break: HeadBreak | None = None
@@ -155,6 +156,8 @@ def show(console: Console, session_id: str, turns: Sequence[Turn]) -> None:
     for turn in turns:
         figures = (turn.prompt_tokens, turn.ceiling_tokens, turn.predicted_tokens, turn.cached_tokens)
         numbers = ["–" if figure is None else f"{figure:,}" for figure in figures]
+        if turn.external_tokens:
+            numbers[-1] += f" ({turn.external_tokens:,} offloaded)"
         table.add_row(str(turn.number), turn.kind, *numbers, _causes(turn), _place(turn))
     console.print(table, markup=False)
     console.print(advice(turns), markup=False, highlight=False, soft_wrap=True)

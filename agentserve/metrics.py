@@ -46,6 +46,10 @@ class Metrics:
         self.ceiling_block_tokens = self._counter("ceiling_block_tokens", "The same in whole KV blocks")
         self.predicted_tokens = self._counter("predicted_tokens", "Prompt tokens predicted to be cached, where the mirror is in step")
         self.cached_tokens = self._counter("cached_tokens", "Prompt tokens that the engine took from its cache")
+        self.external_predicted_tokens = self._counter(
+            "external_predicted_tokens", "Prompt tokens that offload tiers were expected to add to the GPU's hit"
+        )
+        self.external_tokens = self._counter("external_tokens", "Cached tokens that came from an offload tier")
         self.known_prompt_tokens = self._counter("known_prompt_tokens", "Prompt tokens of turns whose cached tokens the engine reported")
         self.missed_tokens = self._counter("missed_tokens", "Prompt tokens computed by the engine, by cause", "cause")
         self.canonicalised = self._counter("canonicalised", "Matches of a canonicaliser rule in heads of answered turns", "rule")
@@ -61,6 +65,13 @@ class Metrics:
             "agentserve_time_to_first_token_seconds", "From request to first generated token", registry=self.registry, buckets=SECONDS
         )
         self.queue = Histogram("agentserve_queue_seconds", "Waiting for a ticket", registry=self.registry, buckets=SECONDS)
+        self.twin_hold = Histogram(
+            "agentserve_twin_hold_seconds",
+            "Waiting for a twin that computes the same head, by how it ended",
+            ("end",),
+            registry=self.registry,
+            buckets=SECONDS,
+        )
         for cause in Cause:
             self.missed_tokens.labels(cause.value)
 
@@ -71,6 +82,10 @@ class Metrics:
     def count(self, name: str, help_text: str, read: Callable[[], float]) -> None:
         """Export a counter that is kept elsewhere and read at each scrape."""
         self.registry.register(_Counted(f"agentserve_{name}", help_text, read))
+
+    def held(self, seconds: float, was_computed: bool) -> None:
+        """Book a wait for a twin."""
+        self.twin_hold.labels("computed" if was_computed else "limit").observe(seconds)
 
     def answered(self, plan: Plan, outcome: Outcome) -> None:
         """Count a finished turn."""
@@ -90,6 +105,9 @@ class Metrics:
         if hits.actual is not None:
             self.cached_tokens.inc(hits.actual)
             self.known_prompt_tokens.inc(hits.num_prompt_tokens)
+        if hits.external_predicted is not None and hits.external is not None:
+            self.external_predicted_tokens.inc(hits.external_predicted)
+            self.external_tokens.inc(hits.external)
         for cause, tokens in (hits.missed or {}).items():
             self.missed_tokens.labels(cause.value).inc(tokens)
         if plan.divergence is not None:

@@ -4,7 +4,7 @@
                 what the canonicaliser took out of the head is told in a note behind the newest message, where it changed
     2  render   only the new items become tokens (long ones off the event loop) and join the branch
     3  predict  what could be a prefix hit, and what the mirror says will be one
-    4  admit    a ticket for what the turn adds; without room the turn waits
+    4  admit    while another turn computes the same head, wait for it; then a ticket for what the turn adds, or a wait without room
     5  generate ids out, ids in; each step is parsed into reasoning, text and tool calls
     6  commit   generated ids join the ledger as they are; hits and miss causes are booked; the ticket goes back
 
@@ -38,6 +38,7 @@ from agentserve.state.recall import Recall
 from agentserve.state.stored import StoredSessions
 from agentserve.stops import StopCutter
 from agentserve.tool_rules import sampling_of
+from agentserve.twins import TwinRoom
 from agentserve.waiting import WaitingRoom
 from model.chat import ChatFormat, Delta, OutputParser, ReasoningDelta
 from model.conversation import AssistantItem
@@ -209,6 +210,7 @@ class Turn:
             books.prefilled(self._sent)
             prompt = self._place_prompt()
             books.computed(prompt, len(prompt.ids))
+            self._turns.twins.computed(self._request.request_id)
 
     def _place_prompt(self) -> FlatPrompt:
         """The session's prompt, brought to where this turn begins."""
@@ -314,6 +316,7 @@ class Turns:
         namespaces: Namespaces,
         books: CacheBooks,
         room: WaitingRoom,
+        twins: TwinRoom,
         canonicaliser: Canonicaliser,
         clock: Callable[[], float],
         new_id: Callable[[], str],
@@ -328,6 +331,7 @@ class Turns:
         self.namespaces = namespaces
         self.books = books
         self.room = room
+        self.twins = twins
         self.stored = stored
         self.log = log
         self.clock = clock
@@ -358,12 +362,18 @@ class Turns:
         try:
             relation = session.relation(place.matched, more=place.more, foreign=place.foreign)
             request, estimate = self._request(session, namespace, place, options)
+            known = self.books.num_known_blocks(estimate)
+            computed = await self.twins.wait(estimate.hashes, known)
+            if computed > known:
+                request, estimate = self._request(session, namespace, place, options)
             resident = estimate.predicted or 0
             charge = estimate.num_prompt_tokens - resident + request.max_tokens * options.num_choices
-            async with self.room.ticket(AdmissionRequest(request.request_id, session.id, charge, resident)):
-                times.granted = self.clock()
-                turn = Turn(self, session, namespace, place, relation, estimate, request, options, times)
-                yield turn
+            admission = AdmissionRequest(request.request_id, session.id, charge, resident)
+            with self.twins.computing(request.request_id, estimate.hashes, max(computed, self.books.num_known_blocks(estimate))):
+                async with self.room.ticket(admission):
+                    times.granted = self.clock()
+                    turn = Turn(self, session, namespace, place, relation, estimate, request, options, times)
+                    yield turn
         finally:
             if turn is not None:
                 turn.abandon()

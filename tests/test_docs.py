@@ -44,6 +44,7 @@ from model.conversation import AssistantItem
 from model.tokenizer import Tokenizer
 from prefix_cache.hits import Cause, account
 from prefix_cache.mirror import Mirror
+from prefix_cache.tiers.offload import Offload
 from replays.report import Percentiles, Report, WarmupReport
 from tests.cases import CASES, held_by
 
@@ -62,7 +63,8 @@ def server(model_folder: Path) -> Server:
     engine = VllmEngine("http://127.0.0.1:9")
     engine.info = EngineInfo("vllm", "m", 4096, block_size=128, num_blocks=64)
     tokenizer = Tokenizer.load(model_folder)
-    return build(load({("state", "url"): "redis://127.0.0.1:9"}), engine, tokenizer, detect_chat_format(tokenizer), Mirror(128))
+    settings = load({("state", "url"): "redis://127.0.0.1:9"})
+    return build(settings, engine, tokenizer, detect_chat_format(tokenizer), Mirror(128), Offload(128))
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +75,9 @@ def whole_app(server: Server) -> FastAPI:
 @pytest.fixture
 def answered() -> tuple[Plan, Outcome]:
     """A turn of which everything is known."""
-    hits = account(num_prompt_tokens=100, ceiling=90, block_size=32, actual=32, predicted=64, recomputed_tokens=32)
+    hits = account(
+        num_prompt_tokens=100, ceiling=90, block_size=32, actual=32, predicted=64, recomputed_tokens=32, external_predicted=0, external=0
+    )
     left = Divergence(Difference.TEXT_CHANGED, 3, "user", 40, 50)
     plan = Plan(
         "s",
@@ -296,7 +300,7 @@ def test_commands_that_are_shown_use_flags_and_targets_that_exist(page: Path) ->
         used = re.search(r'agentserve serve (.*)|SERVE="(.*?)"', line)
         if used is not None:
             assert set(re.findall(r"(?<!\S)--[a-z-]+", used[1] or used[2])) <= flags, line
-    for name in re.findall(r"`(--(?:engine|limits|sessions|state|canonicalise)-[a-z-]+)`", prose(page)):
+    for name in re.findall(r"`(--(?:engine|offload|limits|alignment|sessions|state|canonicalise)-[a-z-]+)`", prose(page)):
         assert name in flags, name
 
 

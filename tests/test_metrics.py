@@ -21,6 +21,7 @@ from agentserve.turns import Outcome, Plan
 from model.chat.minimax_m3 import MiniMaxM3Format
 from model.conversation import AssistantItem
 from model.tokenizer import Tokenizer
+from prefix_cache.events import BlockStored, EventBatch
 from prefix_cache.hits import Cause, TurnHits, account
 from tests.processes import wait_until
 from tests.serving import chat, serving
@@ -47,9 +48,19 @@ def counted(*hits: TurnHits) -> dict[str, float]:
 
 
 def test_an_answered_turn_is_counted_in_every_sum() -> None:
-    hits = account(num_prompt_tokens=1000, ceiling=900, block_size=128, actual=640, predicted=768, confirmed_evicted=200)
+    hits = account(
+        num_prompt_tokens=1000,
+        ceiling=900,
+        block_size=128,
+        actual=640,
+        predicted=768,
+        confirmed_evicted=200,
+        external_predicted=100,
+        external=90,
+    )
     found = counted(hits, hits)
     sums = {"prompt_tokens": 2000, "encoded_tokens": 60, "generated_tokens": 14, "ceiling_tokens": 1800, "ceiling_block_tokens": 1792}
+    sums |= {"external_predicted_tokens": 200, "external_tokens": 180}
     sums |= {"predicted_tokens": 1536, "cached_tokens": 1280, "known_prompt_tokens": 2000}
     assert {name: found[f"{name}_total"] for name in sums} == sums
     assert found['turns_total{kind="exact"}'] == 2
@@ -62,6 +73,7 @@ def test_an_answered_turn_is_counted_in_every_sum() -> None:
 def test_what_the_engine_does_not_say_is_in_no_sum() -> None:
     found = counted(account(num_prompt_tokens=1000, ceiling=900, block_size=None))
     assert (found["prompt_tokens_total"], found["ceiling_tokens_total"]) == (1000, 900)
+    assert (found["external_predicted_tokens_total"], found["external_tokens_total"]) == (0, 0)
     unknown = ("ceiling_block_tokens", "predicted_tokens", "cached_tokens", "known_prompt_tokens")
     assert [found[f"{name}_total"] for name in unknown] == [0, 0, 0, 0]
     assert not any(found[f'missed_tokens_total{{cause="{cause}"}}'] for cause in Cause)
@@ -108,6 +120,23 @@ async def test_times_and_gauges_follow_the_turns(upstream: Upstream, model_folde
     assert 1.0 < found["time_to_first_token_seconds_sum"] - found["queue_seconds_sum"] + 0.1 < 10.0
     assert max(prompts) < found["ceiling_index_tokens"] < found["ledger_tokens"] < sum(prompts) + 100
     assert found["kv_resident_tokens"] == mirror.num_resident_tokens
+
+
+@pytest.mark.anyio
+async def test_the_tiers_gauges_follow_what_is_told_of_it(upstream: Upstream, model_folder: Path) -> None:
+    events = upstream.engine.events
+    assert events is not None
+    endpoints = {"engine_events": events.endpoint, "engine_events_replay": events.replay_endpoint}
+    with serving(upstream.url, model_folder, offload_tier="lmcache", **endpoints) as served:
+        metrics, offload = served.server.metrics, served.server.books.offload
+        assert offload is not None
+        stored = BlockStored([1], None, list(range(256)), 256, medium="CPU")
+        offload.apply(EventBatch(0.0, [stored]))
+        first = values(metrics.text())
+        offload.stopped()
+        second = values(metrics.text())
+    assert (first["offload_resident_tokens"], first["offload_up"]) == (256, 1)
+    assert (second["offload_resident_tokens"], second["offload_up"]) == (0, 0)
 
 
 @pytest.mark.anyio

@@ -50,6 +50,8 @@ def account(plan: Plan, outcome: Outcome) -> dict[str, Any]:
         "ceiling_tokens": hits.ceiling,
         "ceiling_block_tokens": hits.ceiling_blocks,
         "predicted_tokens": hits.predicted,
+        "external_predicted_tokens": hits.external_predicted,
+        "external_tokens": hits.external,
         "missed_tokens": hits.missed,
         "recomputed_tokens": hits.num_recomputed_tokens or None,
         "divergence": describe_divergence(plan.divergence),
