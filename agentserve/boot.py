@@ -192,6 +192,7 @@ def build(
         wall_clock=_wall_clock,
         stored=stored_sessions(settings.state, partial(deployment, engine.info.model, tokenizer, chat), books, metrics, clock),
     )
+    metrics.count("engine_retries", "Requests sent to the engine twice, as nothing came of the first", lambda: engine.num_retries)
     metrics.watch("waiting_turns", "Turns that wait for a ticket", lambda: room.num_waiting)
     metrics.watch("held_turns", "Turns that wait for a twin", lambda: twins.num_held)
     metrics.watch("sessions", "Sessions that are known", lambda: namespaces.num_sessions)

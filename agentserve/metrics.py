@@ -8,12 +8,27 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from agentserve.sessions import TurnKind
 from agentserve.turns import Outcome, Plan
 from prefix_cache.hits import Cause
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+
+
+class _Counted(Collector):
+    """A counter that is kept elsewhere."""
+
+    def __init__(self, name: str, help_text: str, read: Callable[[], float]) -> None:
+        self._name, self._help, self._read = name, help_text, read
+
+    def describe(self) -> list[Metric]:
+        return [CounterMetricFamily(self._name, self._help)]
+
+    def collect(self) -> list[Metric]:
+        return [CounterMetricFamily(self._name, self._help, value=self._read())]
 
 
 class Metrics:
@@ -41,6 +56,8 @@ class Metrics:
         self.canonicalised_characters = self._counter(
             "canonicalised_characters", "Characters that these matches cover: dropped, moved or put in order", "rule"
         )
+        self.divergences = self._counter("divergences", "Turns that left their history, by what the client changed", "difference")
+        self.broken_heads = self._counter("broken_heads", "New heads that left one that is like them, by where they did", "place")
         self.state_loads = self._counter("state_loads", "Questions to Redis about a session, by whether it knew something new", "outcome")
         self.state_saves = self._counter("state_saves", "Sessions written to Redis")
         self.state_failures = self._counter("state_failures", "Calls to Redis that gave nothing, by reason", "reason")
@@ -61,6 +78,10 @@ class Metrics:
     def watch(self, name: str, help_text: str, read: Callable[[], float]) -> None:
         """Export a gauge that is read at each scrape."""
         Gauge(f"agentserve_{name}", help_text, registry=self.registry).set_function(read)
+
+    def count(self, name: str, help_text: str, read: Callable[[], float]) -> None:
+        """Export a counter that is kept elsewhere and read at each scrape."""
+        self.registry.register(_Counted(f"agentserve_{name}", help_text, read))
 
     def held(self, seconds: float, was_computed: bool) -> None:
         """Book a wait for a twin."""
@@ -89,6 +110,10 @@ class Metrics:
             self.external_tokens.inc(hits.external)
         for cause, tokens in (hits.missed or {}).items():
             self.missed_tokens.labels(cause.value).inc(tokens)
+        if plan.divergence is not None:
+            self.divergences.labels(plan.divergence.difference.value).inc()
+        if plan.head_break is not None:
+            self.broken_heads.labels("tools" if plan.head_break.line is None else "line").inc()
         for rule, effect in plan.canonicalised.items():
             self.canonicalised.labels(rule).inc(effect.count)
             self.canonicalised_characters.labels(rule).inc(effect.num_characters)

@@ -26,6 +26,7 @@ from agentserve.conversation import Conversation, TurnOptions
 from agentserve.divergence import Divergence, divergence, volatile
 from agentserve.engines import Chunk, Engine, GenerateRequest, Usage
 from agentserve.errors import ContextTooLong, EngineError
+from agentserve.heads import HeadBreak
 from agentserve.identity import Identity
 from agentserve.ledger import Node
 from agentserve.logprobs import LogprobTrail
@@ -61,6 +62,8 @@ class Plan:
     """Where the client changed its history: messages behind the head that are as they were before."""
     divergence: Divergence | None = None
     """Where the prompt leaves the session's history."""
+    head_break: HeadBreak | None = None
+    """Where a head that is new leaves the known one that is most like it."""
     since: PromptChange | None = None
     """What has changed since the answer that the client names; None if it names none."""
 
@@ -137,6 +140,7 @@ class Turn:
             place.form.effects,
             place.num_known if relation.kind is TurnKind.EDITED else None,
             _divergence(session, place, relation, estimate),
+            place.head_break,
             _since(namespace, session, place, options.since),
         )
         self._sent: Sent = turns.books.send(estimate)  # last: from here on there is something to give back
@@ -273,6 +277,7 @@ class Turn:
             len(self._generated),
             hits,
             self.plan.divergence,
+            self.plan.head_break,
         )
 
 
@@ -280,9 +285,12 @@ def _divergence(session: Session, place: Place, relation: Relation, estimate: Es
     """Where the prompt leaves what its session had, or what was known under a head that differs in volatile content only."""
     if estimate.volatile_tokens:
         return volatile(estimate.ceiling, estimate.volatile_tokens)
-    if relation.kind not in (TurnKind.EDITED, TurnKind.RETRY):
+    if relation.kind in (TurnKind.EDITED, TurnKind.RETRY):
+        history = session.nearest_tip(place.matched)[0]
+    elif relation.kind is TurnKind.INEXACT and session.tip is not None and session.tip.head is not place.node.head:
+        history = session.tip  # under a head that was known before, with what was answered under another
+    else:
         return None
-    history = session.nearest_tip(place.matched)[0]
     return divergence(history, place.node) if history is not None else None
 
 

@@ -28,6 +28,7 @@ from agentserve.engines import EngineInfo, Usage
 from agentserve.engines.vllm import VllmEngine
 from agentserve.errors import AgentserveError, Busy, EngineRefused, SetupError
 from agentserve.headers import plan_headers
+from agentserve.heads import HeadBreak
 from agentserve.identity import Identity
 from agentserve.records import TurnRecord
 from agentserve.routes.cache import describe_engine, describe_turn
@@ -78,7 +79,17 @@ def answered() -> tuple[Plan, Outcome]:
         num_prompt_tokens=100, ceiling=90, block_size=32, actual=32, predicted=64, recomputed_tokens=32, external_predicted=0, external=0
     )
     left = Divergence(Difference.TEXT_CHANGED, 3, "user", 40, 50)
-    plan = Plan("s", TurnKind.EXACT, 100, 10, hits, {"clock": Effect(1, 20)}, edited_message=3, divergence=left)
+    plan = Plan(
+        "s",
+        TurnKind.EXACT,
+        100,
+        10,
+        hits,
+        {"clock": Effect(1, 20)},
+        edited_message=3,
+        divergence=left,
+        head_break=HeadBreak(1, (), 9, 90, None),
+    )
     return plan, Outcome(AssistantItem("x"), "stop", None, 1, Usage(100, 1, 32), hits)
 
 
@@ -231,10 +242,12 @@ def test_every_field_of_the_usage_and_of_a_session_is_documented(server: Server,
 
 def test_every_field_of_a_turn_and_of_the_cache_is_documented(server: Server, answered: tuple[Plan, Outcome]) -> None:
     plan, outcome = answered
-    turn = describe_turn(TurnRecord(1, plan.kind, 0.0, 0.0, 0.0, 0.0, "stop", 1, 1, outcome.hits, plan.divergence))
+    turn = describe_turn(TurnRecord(1, plan.kind, 0.0, 0.0, 0.0, 0.0, "stop", 1, 1, outcome.hits, plan.divergence, plan.head_break))
     assert_same(REFERENCE / "http.md", names(REFERENCE / "http.md", "Turn"), turn)
     left = next(row for row in rows(REFERENCE / "http.md", "Usage") if row[0] == "`divergence`")
     assert set(re.findall(r"`(\w+)`", left[1])) == set(turn["divergence"])
+    broken = next(row for row in rows(REFERENCE / "http.md", "Usage") if row[0] == "`head_break`")
+    assert set(re.findall(r"`(\w+)`", broken[1])) == set(turn["head_break"])
     engine = describe_engine(server)
     assert_same(REFERENCE / "http.md", names(REFERENCE / "http.md", "Cache"), ["object", "hits", "engines", *engine])
     mirror = next(row for row in rows(REFERENCE / "http.md", "Cache") if row[0] == "`mirror`")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -11,7 +12,9 @@ import msgspec
 import pytest
 
 from agentserve.canonical.canonicaliser import Effect
+from agentserve.divergence import Difference, Divergence
 from agentserve.engines import Usage
+from agentserve.heads import HeadBreak
 from agentserve.metrics import Metrics
 from agentserve.sessions import TurnKind
 from agentserve.turns import Outcome, Plan
@@ -76,6 +79,18 @@ def test_what_the_engine_does_not_say_is_in_no_sum() -> None:
     assert not any(found[f'missed_tokens_total{{cause="{cause}"}}'] for cause in Cause)
 
 
+def test_what_was_changed_is_counted() -> None:
+    metrics = Metrics()
+    plan, outcome = turn(account(num_prompt_tokens=1000, ceiling=900, block_size=None))
+    left = Divergence(Difference.TOOLS_CHANGED, 0, "head", 40, 50, ("+find",))
+    for line in (1, None, None):
+        metrics.answered(replace(plan, divergence=left, head_break=HeadBreak(line, (), 1, 2, None)), outcome)
+    metrics.answered(plan, outcome)
+    found = values(metrics.text())
+    assert found['divergences_total{difference="tools_changed"}'] == 3
+    assert (found['broken_heads_total{place="line"}'], found['broken_heads_total{place="tools"}']) == (1, 2)
+
+
 @pytest.fixture
 def upstream(model_folder: Path) -> Iterator[Upstream]:
     tokenizer = Tokenizer.load(model_folder)
@@ -133,6 +148,19 @@ async def test_a_failed_turn_is_counted_by_the_type_of_its_error(upstream: Upstr
     assert reply.error is not None
     assert found[f'failed_turns_total{{kind="{reply.error["type"]}"}}'] == 1
     assert not any(name.startswith("turns_total") for name in found)
+
+
+@pytest.mark.case("UPS-04")
+@pytest.mark.anyio
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_connection_that_ends_before_the_first_token_costs_the_client_nothing(
+    upstream: Upstream, model_folder: Path, stream: bool
+) -> None:
+    with serving(upstream.url, model_folder) as served:
+        upstream.script(Script(cut="rst"), Script(say="Whole."))
+        reply = await chat(served.url, [{"role": "user", "content": "hi"}], stream=stream)
+        assert reply.message["content"] == "Whole."
+        assert values(served.server.metrics.text())["engine_retries_total"] == 1
 
 
 @pytest.mark.anyio

@@ -69,6 +69,11 @@ class EmbeddedEngine:
         """Called after vLLM has been started again: its cache is empty then."""
 
     @property
+    def num_retries(self) -> int:
+        """As `VllmEngine.num_retries`."""
+        return self._client.num_retries
+
+    @property
     def model_folder(self) -> Path:
         """The generated model: its tokenizer and chat template are what the engine uses."""
         return self._model_folder

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from agentserve.cache import CacheBooks
-from agentserve.dialects.account import describe_divergence
+from agentserve.dialects.account import describe_divergence, describe_head_break
 from agentserve.errors import InvalidRequest
 from agentserve.headers import json_response
 from agentserve.records import TurnRecord
@@ -65,6 +65,7 @@ def describe_turn(record: TurnRecord) -> dict[str, Any]:
         "missed_tokens": hits.missed,
         "recomputed_tokens": hits.num_recomputed_tokens,
         "divergence": describe_divergence(record.divergence),
+        "head_break": describe_head_break(record.head_break),
     }
 
 
