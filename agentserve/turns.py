@@ -76,6 +76,10 @@ class PromptChange:
     divergence: Divergence | None = None
 
 
+_STALE_SECONDS = 0.001
+"""A turn that has queued for longer is estimated again: others have filled the cache and emptied it meanwhile."""
+
+
 @dataclass(slots=True)
 class Times:
     """Of one turn, seconds of the server's clock."""
@@ -369,9 +373,12 @@ class Turns:
             resident = estimate.predicted or 0
             charge = estimate.num_prompt_tokens - resident + request.max_tokens * options.num_choices
             admission = AdmissionRequest(request.request_id, session.id, charge, resident)
+            queued = self.clock()
             with self.twins.computing(request.request_id, estimate.hashes, max(computed, self.books.num_known_blocks(estimate))):
                 async with self.room.ticket(admission):
                     times.granted = self.clock()
+                    if times.granted - queued > _STALE_SECONDS:
+                        estimate = self._estimate(session, place)
                     turn = Turn(self, session, namespace, place, relation, estimate, request, options, times)
                     yield turn
         finally:
@@ -390,10 +397,8 @@ class Turns:
 
     def _request(self, session: Session, namespace: Namespace, place: Place, options: TurnOptions) -> tuple[GenerateRequest, Estimate]:
         """Step 3, and the request for step 5."""
+        estimate = self._estimate(session, place)
         prompt = session.prompt
-        prompt.move_to(place.node)
-        prompt.extend(place.open_ids)
-        estimate = self.books.estimate(prompt, place.twin_end)
         sampling = sampling_of(options, self.chat, place.node.head.tools)
         request = GenerateRequest(
             request_id=self.new_id(),
@@ -409,6 +414,12 @@ class Turns:
             constrains_reasoning=sampling.constrained,
         )
         return request, estimate
+
+    def _estimate(self, session: Session, place: Place) -> Estimate:
+        """What is known of the prompt now."""
+        session.prompt.move_to(place.node)
+        session.prompt.extend(place.open_ids)
+        return self.books.estimate(session.prompt, place.twin_end)
 
     def _max_tokens(self, num_prompt_tokens: int, wanted: int | None) -> int:
         room = self.engine.info.max_model_len - num_prompt_tokens

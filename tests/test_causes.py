@@ -144,6 +144,26 @@ async def test_what_a_preempted_turn_computes_twice_is_told(renderer: FormatRend
         assert "recomputed_tokens" not in calm.usage["agentserve"]
 
 
+@pytest.mark.anyio
+async def test_a_turn_that_queued_is_predicted_as_the_cache_is_when_it_leaves_the_queue(
+    renderer: FormatRenderer, model_folder: Path
+) -> None:
+    kv = KvModel(num_blocks=64, block_size=BLOCK, prefill_tokens_per_second=3000)
+    with scripted(renderer, model_folder, kv, limits_running_turns=1) as (upstream, served):
+        mine = user("mine " * 600)
+        first = await chat(served.url, [mine], stream=False)
+        upstream.script(Script(say="word " * 20, itl_seconds=0.05))
+        asked = [[user("hold the engine")], [user("other " * 600)], [mine, first.message, user("on")]]
+        turns = []
+        for messages in asked:  # the last one queues behind the one that takes its blocks
+            turns.append(asyncio.create_task(chat(served.url, messages, stream=False)))
+            await asyncio.sleep(0.1)
+        *_, later = await asyncio.gather(*turns)
+        assert later.usage is not None
+        assert later.usage["agentserve"]["predicted_tokens"] == later.usage["prompt_tokens_details"]["cached_tokens"]
+        assert missed(later)["evicted"] > 0
+
+
 class Books:
     """The books of one session over a mirror that a test feeds."""
 
