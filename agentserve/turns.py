@@ -76,6 +76,9 @@ class PromptChange:
     divergence: Divergence | None = None
 
 
+_LAG_SECONDS = 0.1
+"""So long a turn waits at most for the events of answers before it: without them its prediction would miss what those have evicted."""
+_LAG_POLL_SECONDS = 0.002
 _STALE_SECONDS = 0.001
 """A turn that has queued for longer is estimated again: others have filled the cache and emptied it meanwhile."""
 
@@ -365,6 +368,7 @@ class Turns:
         session.running += 1
         try:
             relation = session.relation(place.matched, more=place.more, foreign=place.foreign)
+            await self._caught_up()
             request, estimate = self._request(session, namespace, place, options)
             known = self.books.num_known_blocks(estimate)
             computed = await self.twins.wait(estimate.hashes, known)
@@ -414,6 +418,12 @@ class Turns:
             constrains_reasoning=sampling.constrained,
         )
         return request, estimate
+
+    async def _caught_up(self) -> None:
+        """Return when the mirror has heard of all that complete answers did, or soon after."""
+        capacity, deadline = self.engine.info.kv_capacity_tokens, self.clock() + _LAG_SECONDS
+        while capacity is not None and self.books.is_behind(capacity) and self.clock() < deadline:  # noqa: ASYNC110 - the mirror tells nobody
+            await asyncio.sleep(_LAG_POLL_SECONDS)
 
     def _estimate(self, session: Session, place: Place) -> Estimate:
         """What is known of the prompt now."""
