@@ -85,16 +85,25 @@ _MAX_LOOKS = 16
 class CacheBooks:
     """Estimates before, books after. `block_size` None: the engine does not say; then there are no block figures.
 
-    `offload` needs a mirror: what a tier adds is counted beyond what the GPU holds.
+    `offload` needs a mirror: what a tier adds is counted beyond what the GPU holds. `beside`: the books of another engine of this server.
     """
 
-    def __init__(self, *, block_size: int | None, ceiling_tokens: int, mirror: Mirror | None, offload: Offload | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        block_size: int | None,
+        ceiling_tokens: int,
+        mirror: Mirror | None,
+        offload: Offload | None = None,
+        beside: CacheBooks | None = None,
+    ) -> None:
         self.block_size = block_size
         self.mirror = mirror
         self.offload = offload if mirror is not None else None
-        self.tree = PrefixTree(ceiling_tokens)
+        # An unlimited cache is one, over however many engines; so are the sums.
+        self.tree: PrefixTree = PrefixTree(ceiling_tokens) if beside is None else beside.tree
+        self.totals: HitTotals = HitTotals() if beside is None else beside.totals
         self.in_flight = InFlight()
-        self.totals = HitTotals()
         self._overtaken: deque[_Overtaken] = deque(maxlen=_MAX_OVERTAKEN)
         self._unannounced: deque[tuple[BlockHash, int]] = deque(maxlen=_MAX_OVERTAKEN)
         """Last blocks of answers whose events are on their way, with the mirror's number of batches when the answer came."""
@@ -124,10 +133,11 @@ class CacheBooks:
         """`estimate` with what the mirror says."""
         self._learn_overtaken(mirror)
         hashes, departures = estimate.hashes, mirror.departures
-        start = prompt.num_resident_blocks if prompt.resident_as_of == departures else 0
+        is_same = prompt.resident_in is mirror and prompt.resident_as_of == departures
+        start = prompt.num_resident_blocks if is_same else 0
         predicted = mirror.predict(hashes, estimate.num_prompt_tokens, min(start, len(hashes)))
         resident = predicted // mirror.block_size
-        prompt.resident_as_of, prompt.num_resident_blocks = departures, resident
+        prompt.resident_in, prompt.resident_as_of, prompt.num_resident_blocks = mirror, departures, resident
         external = self.offload.predict(hashes, estimate.num_prompt_tokens, predicted) if self.offload is not None else None
         given = predicted + external.num_given_tokens if external is not None and external.num_given_tokens else 0
         return replace(
@@ -165,6 +175,13 @@ class CacheBooks:
         start = min(estimate.num_resident_blocks, stop) if departures == estimate.departures else 0
         if self.mirror.match(estimate.hashes[:stop], start) == stop:
             sent.settled = departures
+
+    def num_resident_tokens(self, prompt: FlatPrompt) -> int | None:
+        """Leading tokens of the prompt that the engine holds, as the mirror says; None without one."""
+        if self.mirror is None:
+            return None
+        is_same = prompt.resident_in is self.mirror and prompt.resident_as_of == self.mirror.departures
+        return self.mirror.predict(prompt.chain.hashes, len(prompt.ids), prompt.num_resident_blocks if is_same else 0)
 
     def num_known_blocks(self, estimate: Estimate) -> int:
         """Leading blocks that need not be computed as far as anybody knows: resident, or without a mirror computed before.

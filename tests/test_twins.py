@@ -193,9 +193,9 @@ async def test_a_client_that_leaves_while_its_twin_computes_never_reaches_the_en
         first = asyncio.create_task(chat(served.url, [head(), {"role": "user", "content": "One."}], stream=True))
         assert await asyncio.to_thread(wait_until, lambda: any(request.prompt_ids for request in upstream.requests), 5)
         second = asyncio.create_task(chat(served.url, [head(), {"role": "user", "content": "Two."}], stream=True))
-        assert await asyncio.to_thread(wait_until, lambda: served.server.turns.twins.num_held == 1, 5)
+        assert await asyncio.to_thread(wait_until, lambda: served.server.replicas.first.twins.num_held == 1, 5)
         second.cancel()
-        assert await asyncio.to_thread(wait_until, lambda: served.server.turns.twins.num_held == 0, 2)
+        assert await asyncio.to_thread(wait_until, lambda: served.server.replicas.first.twins.num_held == 0, 2)
         await first
         assert sum(bool(request.prompt_ids) for request in upstream.requests) == 1
         assert_nothing_is_held(served)
