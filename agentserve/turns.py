@@ -75,6 +75,10 @@ class PromptChange:
     divergence: Divergence | None = None
 
 
+_STALE_SECONDS = 0.001
+"""A turn that has queued for longer is estimated again: others have filled the cache and emptied it meanwhile."""
+
+
 @dataclass(slots=True)
 class Times:
     """Of one turn, seconds of the server's clock."""
@@ -198,7 +202,7 @@ class Turn:
         self._replica.books.prefilled(self._sent)
         self._replica.twins.computed(self._request.request_id)
         self._replica = replica
-        self._estimate = replica.books.estimate(self._place_prompt(), self._place.twin_end)
+        self._estimate = self._turns.estimate(replica, self._session, self._place)
         self._sent = replica.books.send(self._estimate)
 
     def another(self, number: int) -> Turn:
@@ -395,12 +399,15 @@ class Turns:
             charge = estimate.num_prompt_tokens - resident + request.max_tokens * options.num_choices
             admission = AdmissionRequest(request.request_id, session.id, charge, resident)
             start = max(computed, replica.books.num_known_blocks(estimate))
+            queued = self.clock()
             with (
                 replica.running(estimate.num_prompt_tokens - resident),
                 replica.twins.computing(request.request_id, estimate.hashes, start),
             ):
                 async with replica.room.ticket(admission):
                     times.granted = self.clock()
+                    if times.granted - queued > _STALE_SECONDS:
+                        estimate = self.estimate(replica, session, place)
                     turn = Turn(self, replica, session, namespace, place, relation, estimate, request, options, times)
                     yield turn
         finally:
@@ -424,12 +431,17 @@ class Turns:
         prompt.extend(place.open_ids)
         return prompt
 
+    def estimate(self, replica: Replica, session: Session, place: Place) -> Estimate:
+        """What is known of the prompt now."""
+        prompt = self.prompt(session, place)
+        return replica.books.estimate(prompt, place.twin_end, other_replica=self.replicas.resident_elsewhere(replica, prompt))
+
     def _request(
         self, replica: Replica, session: Session, namespace: Namespace, place: Place, options: TurnOptions
     ) -> tuple[GenerateRequest, Estimate]:
         """Step 3, and the request for step 5."""
-        prompt = self.prompt(session, place)
-        estimate = replica.books.estimate(prompt, place.twin_end, other_replica=self.replicas.resident_elsewhere(replica, prompt))
+        estimate = self.estimate(replica, session, place)
+        prompt = session.prompt
         sampling = sampling_of(options, self.chat, place.node.head.tools)
         request = GenerateRequest(
             request_id=self.new_id(),
