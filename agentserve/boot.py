@@ -47,6 +47,8 @@ from agentserve.twins import TwinRoom
 from agentserve.waiting import WaitingRoom
 from model.chat import ChatFormat
 from model.chat.formats import chat_format
+from model.chat.jinja import UnstableTemplate
+from model.chat.jinja_template import TemplateRefused
 from model.tokenizer import Tokenizer, verify
 from prefix_cache.mirror import Mirror
 from prefix_cache.tiers.chunks import Watermark
@@ -202,6 +204,9 @@ def load_model_files(options: EngineSettings, folder: Path) -> tuple[Tokenizer, 
         tokenizer = Tokenizer.load(folder)
         verify(tokenizer, folder)
         return tokenizer, chat_format(options.chat_format, tokenizer, folder)
+    except (UnstableTemplate, TemplateRefused) as error:
+        cure = "--engine-chat-format passthrough lets the engine render, without exact sessions"
+        raise SetupError(f"the chat template in {str(folder)!r} cannot be used: {error}; {cure}") from error
     except (OSError, ValueError) as error:
         raise SetupError(f"the model folder {str(folder)!r} cannot be used: {error}") from error
 

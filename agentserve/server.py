@@ -17,6 +17,7 @@ from agentserve.replicas import Replicas
 from agentserve.sessions import Namespace, Namespaces
 from agentserve.settings import Settings
 from agentserve.turns import Turns
+from model.chat.passthrough import PassThrough
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,11 @@ class Server:
     def books(self) -> CacheBooks:
         """The books of that engine. Ceiling and sums are those of all."""
         return self.replicas.first.books
+
+    @property
+    def passes_through(self) -> bool:
+        """Whether the engine renders every conversation: then nothing is exact here."""
+        return self.turns.chat.name == PassThrough.name
 
     @property
     def model_name(self) -> str:

@@ -37,7 +37,10 @@ class EngineSettings(Part):
     model_folder: Path | None = Field(
         None, description="Folder with the served model's tokenizer; default: the folder that the engine names, if it is on this machine."
     )
-    chat_format: str = Field("auto", description="Chat format by name; auto: by the control tokens, else the model's own template.")
+    chat_format: str = Field(
+        "auto",
+        description="Chat format by name; auto: by the control tokens, else the model's template; passthrough: the engine renders.",
+    )
     events: str | None = Field(
         None,
         description="ZMQ endpoint of the engine's KV events, of several engines one each; the embedded engine sets its own.",

@@ -205,7 +205,7 @@ class Turn:
         self._replica.books.prefilled(self._sent)
         self._replica.twins.computed(self._request.request_id)
         self._replica = replica
-        self._estimate = replica.books.estimate(self._place_prompt(), self._place.twin_end)
+        self._estimate = self._turns.estimate(replica, self._session, self._place)
         self._sent = replica.books.send(self._estimate)
 
     def another(self, number: int) -> Turn:
@@ -402,8 +402,8 @@ class Turns:
             resident = estimate.predicted or 0
             charge = estimate.num_prompt_tokens - resident + request.max_tokens * options.num_choices
             admission = AdmissionRequest(request.request_id, session.id, charge, resident)
-            queued = self.clock()
             start = max(computed, replica.books.num_known_blocks(estimate))
+            queued = self.clock()
             with (
                 replica.running(estimate.num_prompt_tokens - resident),
                 replica.twins.computing(request.request_id, estimate.hashes, start),
@@ -411,7 +411,7 @@ class Turns:
                 async with replica.room.ticket(admission):
                     times.granted = self.clock()
                     if times.granted - queued > _STALE_SECONDS:
-                        estimate = self._estimate(replica, session, place)
+                        estimate = self.estimate(replica, session, place)
                     turn = Turn(self, replica, session, namespace, place, relation, estimate, request, options, times)
                     yield turn
         finally:
@@ -435,11 +435,16 @@ class Turns:
         prompt.extend(place.open_ids)
         return prompt
 
+    def estimate(self, replica: Replica, session: Session, place: Place) -> Estimate:
+        """What is known of the prompt now."""
+        prompt = self.prompt(session, place)
+        return replica.books.estimate(prompt, place.twin_end, other_replica=self.replicas.resident_elsewhere(replica, prompt))
+
     def _request(
         self, replica: Replica, session: Session, namespace: Namespace, place: Place, options: TurnOptions
     ) -> tuple[GenerateRequest, Estimate]:
         """Step 3, and the request for step 5."""
-        estimate = self._estimate(replica, session, place)
+        estimate = self.estimate(replica, session, place)
         prompt = session.prompt
         sampling = sampling_of(options, self.chat, place.node.head.tools)
         request = GenerateRequest(
@@ -462,11 +467,6 @@ class Turns:
         capacity, deadline = replica.engine.info.kv_capacity_tokens, self.clock() + _LAG_SECONDS
         while capacity is not None and replica.books.is_behind(capacity) and self.clock() < deadline:  # noqa: ASYNC110 - the mirror tells nobody
             await asyncio.sleep(_LAG_POLL_SECONDS)
-
-    def _estimate(self, replica: Replica, session: Session, place: Place) -> Estimate:
-        """What is known of the prompt now."""
-        prompt = self.prompt(session, place)
-        return replica.books.estimate(prompt, place.twin_end, other_replica=self.replicas.resident_elsewhere(replica, prompt))
 
     def _max_tokens(self, replica: Replica, num_prompt_tokens: int, wanted: int | None) -> int:
         max_model_len = replica.engine.info.max_model_len
