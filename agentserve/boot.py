@@ -82,6 +82,8 @@ def make_engine(settings: Settings, progress: Callable[[str], None]) -> tuple[En
     embedded = EmbeddedEngine(
         EmbeddedOptions(
             cache_folder=settings.cache_folder,
+            model=settings.embedded_model,
+            index_topk_freq=settings.embedded_index_topk_freq,
             kv_tokens=options.kv_tokens,
             block_size=options.block_size,
             max_model_len=options.max_model_len,
