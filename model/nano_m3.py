@@ -10,12 +10,11 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from model.chat import minimax_m3 as chat
-from model.m3.config import M3Config
+from model.m3.config import M3Config, config_to_json
 from model.nano import Model, write_folder
 from model.nano_weights import (
     AMPLIFICATION,
@@ -23,7 +22,6 @@ from model.nano_weights import (
     ATTENTION_VARIANCE,
     CONSTANT,
     MLP_VARIANCE,
-    NORM_EPS,
     Array,
     last_norm,
     lm_head,
@@ -62,49 +60,9 @@ def make_nano_m3(folder: Path, *, shape: M3Config = SHAPE, max_model_len: int = 
     made = {"m3_format": _FORMAT, "seed": seed, "m3": asdict(shape), "max_model_len": max_model_len}
 
     def model(vocabulary: Vocabulary) -> Model:
-        return config_json(shape, max_model_len), _Draw(shape, np.random.default_rng(seed)).weights(vocabulary)
+        return config_to_json(shape, max_model_len, dtype="float32"), _Draw(shape, np.random.default_rng(seed)).weights(vocabulary)
 
     write_folder(folder, made, shape.vocab_size, max_model_len, model)
-
-
-def config_json(shape: M3Config, max_model_len: int) -> dict[str, Any]:
-    """config.json as M3's checkpoint has it: the text backbone inside the configuration of the model that also sees."""
-    frequencies = [0] * shape.num_dense_layers + [1] * shape.num_sparse_layers
-    text = {
-        "architectures": ["MiniMaxM3SparseForCausalLM"],
-        "model_type": "minimax_m3_text",
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.expert_intermediate_size,
-        "dense_intermediate_size": shape.dense_intermediate_size,
-        "shared_intermediate_size": shape.expert_intermediate_size,
-        "num_hidden_layers": shape.num_hidden_layers,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_key_value_heads": shape.num_key_value_heads,
-        "head_dim": shape.head_dim,
-        "rotary_dim": shape.rotary_dim,
-        "partial_rotary_factor": shape.rotary_dim / shape.head_dim,
-        "max_position_embeddings": max_model_len,
-        "rms_norm_eps": NORM_EPS,
-        "num_local_experts": shape.num_local_experts,
-        "num_experts_per_tok": shape.num_experts_per_tok,
-        "n_shared_experts": shape.num_shared_experts,
-        "moe_layer_freq": frequencies,
-        "sparse_attention_config": {
-            "use_sparse_attention": True,
-            "sparse_index_dim": shape.index_dim,
-            "sparse_num_index_heads": shape.num_index_heads,
-            "sparse_topk_blocks": shape.topk_blocks,
-            "sparse_block_size": shape.block_size,
-            "sparse_disable_index_value": frequencies,
-            "sparse_score_type": "max",
-            "sparse_init_block": shape.num_init_blocks,
-            "sparse_local_block": shape.num_local_blocks,
-            "sparse_attention_freq": frequencies,
-        },
-        "dtype": "float32",
-    }
-    return {"architectures": text["architectures"], "model_type": "minimax_m3_vl", "text_config": text, "dtype": "float32"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,9 @@ class Trace:
     """One pass. `hidden`: [tokens, hidden], after the last norm; `after_layers`: before it, after each layer.
 
     `experts`: of each expert layer, [tokens, top k]; `blocks`: of each sparse layer, bool [index heads, tokens, blocks]; `margins`:
-    [tokens], the least distance over all layers between the last expert that was chosen and the first that was not.
+    [tokens], the least distance over all layers between the last expert that was chosen and the first that was not. With forced choices,
+    `expert_regret` and `block_regret`: [tokens], the most by which a choice that was taken over ranks below the best of its layer, in
+    router scores and in deviations of the row's block scores; 0 where it is the best.
     """
 
     hidden: Tensor
@@ -43,6 +45,8 @@ class Trace:
     experts: tuple[Tensor, ...]
     blocks: tuple[Tensor, ...]
     margins: Tensor
+    expert_regret: Tensor
+    block_regret: Tensor
 
     @property
     def choices(self) -> Forced:
@@ -60,7 +64,7 @@ def run_backbone(
         hidden = run.layer(layer, hidden)
         after.append(hidden)
     last = gemma_norm(hidden, run.weight("norm.weight"))
-    return Trace(last, tuple(after), tuple(run.experts), tuple(run.blocks), run.margins)
+    return Trace(last, tuple(after), tuple(run.experts), tuple(run.blocks), run.margins, run.expert_regret, run.block_regret)
 
 
 class _Run:
@@ -74,6 +78,8 @@ class _Run:
         self.experts: list[Tensor] = []
         self.blocks: list[Tensor] = []
         self.margins = torch.full((len(positions),), float("inf"), device=positions.device)
+        self.expert_regret = torch.zeros(len(positions), device=positions.device)
+        self.block_regret = torch.zeros(len(positions), device=positions.device)
 
     def weight(self, *words: str) -> Tensor:
         """The first tensor whose name has all `words`; a whole name first of all."""
@@ -112,14 +118,17 @@ class _Run:
     def _choose(self, prefix: str, index_query: Tensor, index_key: Tensor) -> Tensor:
         ordinal = len(self.blocks)
         leader = self._plan.leaders[ordinal]
-        if self._forced is not None:
-            chosen = self._forced.blocks[ordinal]
-        elif leader != ordinal:
+        if leader != ordinal:
             chosen = self.blocks[leader]
         else:
             query = self._heads(prefix, index_query, "index_q_norm").to(torch.bfloat16)  # as the index cache keeps them
             key = self._heads(prefix, index_key, "index_k_norm")[:, 0].to(torch.bfloat16)
-            chosen = choose_blocks(block_scores(query, key, self._positions, self._rule), self._positions, self._rule)
+            scores = block_scores(query, key, self._positions, self._rule)
+            chosen = choose_blocks(scores, self._positions, self._rule)
+            if self._forced is not None:
+                taken = self._forced.blocks[ordinal]
+                self.block_regret = torch.maximum(self.block_regret, _block_regret(scores, chosen, taken))
+                chosen = taken
         self.blocks.append(chosen)
         return chosen
 
@@ -136,12 +145,25 @@ class _Run:
             shared_gate_up=self.weight(prefix, "shared", "gate_up"),
             shared_down=self.weight(prefix, "shared", "down"),
         )
-        best = router_scores(normed, weights)[1].topk(self._expert_rule.top_k + 1, -1).values
+        ranked = router_scores(normed, weights)[1]
+        best = ranked.topk(self._expert_rule.top_k + 1, -1).values
         self.margins = torch.minimum(self.margins, best[:, -2] - best[:, -1])
         forced = None if self._forced is None else self._forced.experts[len(self.experts)]
+        if forced is not None:
+            self.expert_regret = torch.maximum(self.expert_regret, best[:, -2] - ranked.gather(-1, forced).amin(-1))
         chosen, _ = route(normed, weights, self._expert_rule, forced)
         self.experts.append(chosen)
         return experts(normed, weights, self._expert_rule, chosen)
+
+
+def _block_regret(scores: Tensor, best: Tensor, taken: Tensor) -> Tensor:
+    """By how much the best block that was left out beats the worst that was taken in its place, in deviations of the row: [queries]."""
+    seen = scores > float("-inf")
+    mean = scores.masked_fill(~seen, 0).sum(-1) / seen.sum(-1)
+    spread = (scores.masked_fill(~seen, 0) - mean[..., None]).masked_fill(~seen, 0).norm(dim=-1) / seen.sum(-1).sqrt()
+    missed = scores.masked_fill(~(best & ~taken), float("-inf")).amax(-1)
+    instead = scores.masked_fill(~(taken & ~best), float("inf")).amin(-1)
+    return ((missed - instead) / spread.clamp(min=1e-6)).clamp(min=0).nan_to_num(0, 0, 0).amax(0)
 
 
 def fused(checkpoint: Weights) -> dict[str, Tensor]:
