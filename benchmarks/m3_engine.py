@@ -96,7 +96,7 @@ class Engine:
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device  # type: ignore[no-any-return] # vLLM has no types here
+        return next(self.model.parameters()).device
 
     def plan(self, arm: Arm) -> ReusePlan:
         return fixed_plan(self.config.num_sparse_layers, arm.freq)

@@ -51,7 +51,7 @@ def _growth(layer: int, narrow: Trace, wide: dict[str, Trace]) -> Row:
 def share_that_differs(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
     """Of rows that took another set of experts in any of the layers. Each: [tokens, top k]."""
     differs = [(a.sort(-1).values != b.sort(-1).values).any(-1) for a, b in zip(ours, theirs, strict=True)]
-    return torch.stack(differs).any(0).float().mean().item()
+    return float(torch.stack(differs).any(0).float().mean())
 
 
 def random_weights(config: M3Config, device: str, seed: int = 0) -> dict[str, Tensor]:
