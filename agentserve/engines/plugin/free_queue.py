@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
 
 from agentserve.engines.plugin.forest import Forest, PluginFault
+
+_MOST_AHEAD: Final = 32
+_POOL_PER_AHEAD: Final = 256
+"""Victims are chosen a few ahead, as a decoding request asks for one block at a time: at most so many, and one in so many of the pool.
+They can still be hit while they wait in the list."""
 
 
 class OrderedFreeQueue(FreeKVCacheBlockQueue):  # type: ignore[misc] # vLLM is not always there to be type-checked
@@ -29,6 +34,7 @@ class OrderedFreeQueue(FreeKVCacheBlockQueue):  # type: ignore[misc] # vLLM is n
         self._node_of = forest.node_of
         self._on_fault = on_fault
         self._lookahead_blocks = lookahead_blocks
+        self._batch_blocks = min(_MOST_AHEAD, pool.num_gpu_blocks // _POOL_PER_AHEAD)
         self._fault: Exception | None = None
         pool.free_block_queue = self
 
@@ -106,7 +112,7 @@ class OrderedFreeQueue(FreeKVCacheBlockQueue):  # type: ignore[misc] # vLLM is n
         listed = min(n, self.num_listed)
         self.num_listed -= listed
         taken += super().popleft_n(listed)
-        wanted = n - listed + max(self._lookahead_blocks - self.num_listed, 0)
+        wanted = n - listed + max(self._lookahead_blocks - self.num_listed, 0) + self._batch_blocks
         victims = self._forest.take(min(wanted, self.num_free_blocks - self.num_listed))
         if len(victims) < n - listed:
             raise PluginFault(f"{self.num_free_blocks} blocks are free, and the policy offers {len(victims)} of {n - listed}")
