@@ -20,7 +20,7 @@ from agentserve import turns
 from agentserve.canonical.table import CANONICAL_RULES
 from agentserve.cli import build_cli, settings_page
 from agentserve.doctor.table import DOCTOR_CHECKS
-from agentserve.identity import IDENTITY_HEADERS, HeaderRow
+from agentserve.identity import BODY_FIELDS, IDENTITY_HEADERS, HeaderRow
 from tests.cases import CASES, held_by
 
 ROOT = Path(__file__).parents[1]
@@ -203,10 +203,17 @@ def eviction() -> str:
     return "\n".join(rows) + "\n"
 
 
+def body_fields() -> str:
+    """The fields of the body that name a session."""
+    lines = ["| field | client |", "|---|---|"]
+    return "\n".join([*lines, *(f"| `{'.'.join(row.path)}` | {row.client} |" for row in BODY_FIELDS)])
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "tree": tree,
     "walk": walk,
     "identity": identity,
+    "body_fields": body_fields,
     "rules": rules,
     "commands": commands,
     "cases": cases,
