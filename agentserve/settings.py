@@ -50,6 +50,8 @@ class LimitSettings(Part):
     running_turns: int = Field(1024, ge=1, description="Turns at the engine at once; more wait in the queue.")
     queued_turns: int = Field(10_000, ge=0, description="Turns that may wait; above it 429 with Retry-After.")
     keep_alive_seconds: float = Field(5.0, gt=0, description="Longest silence of a stream before a keep-alive comment, seconds.")
+    kept_answer_bytes: int = Field(64 << 20, ge=0, description="Whole answers kept for clients that send a request again, bytes.")
+    kept_answer_seconds: float = Field(300.0, ge=0, description="How long such an answer is kept, seconds.")
     stored_response_bytes: int = Field(
         256 << 20, ge=0, description="JSON of stored Responses that is kept, bytes; the least recently used go first."
     )

@@ -22,7 +22,7 @@ from agentserve import turns
 from agentserve.canonical.table import CANONICAL_RULES
 from agentserve.cli import build_cli, settings_page
 from agentserve.doctor.table import DOCTOR_CHECKS
-from agentserve.identity import IDENTITY_HEADERS, HeaderRow
+from agentserve.identity import BODY_FIELDS, IDENTITY_HEADERS, HeaderRow
 from tests.cases import CASES, held_by
 
 ROOT = Path(__file__).parents[1]
@@ -216,10 +216,17 @@ def _knobs(choice: Choice) -> str:
     return "<br>".join(f"`{name}` {getattr(defaults, name):g} ({row.low:g} to {row.high:g}): {row.about}" for name, row in rows)
 
 
+def body_fields() -> str:
+    """The fields of the body that name a session."""
+    lines = ["| field | client |", "|---|---|"]
+    return "\n".join([*lines, *(f"| `{'.'.join(row.path)}` | {row.client} |" for row in BODY_FIELDS)])
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "tree": tree,
     "walk": walk,
     "identity": identity,
+    "body_fields": body_fields,
     "rules": rules,
     "commands": commands,
     "cases": cases,

@@ -15,7 +15,7 @@ from typing import Final
 
 import structlog
 
-from agentserve.engines import Chunk, EngineInfo, GenerateRequest, guard
+from agentserve.engines import ChatChunk, ChatRequest, Chunk, EngineInfo, GenerateRequest, guard
 from agentserve.engines.vllm import VllmEngine
 from agentserve.engines.vllm_command import EmbeddedOptions, vllm_command
 from agentserve.engines.vllm_log import excerpt, stage
@@ -111,6 +111,11 @@ class EmbeddedEngine:
         """vLLM's own metrics, unchanged."""
         self._raise_if_down()
         return await self._client.metrics()
+
+    def chat(self, request: ChatRequest) -> AsyncGenerator[ChatChunk, None]:
+        """As `VllmEngine.chat`. Raises `EngineUnavailable` at once while vLLM is down."""
+        self._raise_if_down()
+        return self._client.chat(request)
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """As `VllmEngine.generate`, without a seed. Raises `EngineUnavailable` at once while vLLM is down."""
