@@ -87,6 +87,7 @@ def make_engine(settings: Settings, progress: Callable[[str], None]) -> tuple[En
             kv_tokens=options.kv_tokens,
             block_size=options.block_size,
             max_model_len=options.max_model_len,
+            plugin=None if options.plugin == "off" else options.plugin,
             start_timeout_seconds=options.start_seconds,
         ),
         progress=progress,

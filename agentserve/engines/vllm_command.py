@@ -10,6 +10,7 @@ from typing import Final
 
 import msgspec
 
+from agentserve.engines.plugin.options import POLICY_NAMES, transfer_config
 from agentserve.errors import SetupError
 
 SERVED_MODEL_NAME: Final = "nano"
@@ -47,6 +48,8 @@ class EmbeddedOptions:
     dev_mode: bool = False
     """Open vLLM's development routes, such as /reset_prefix_cache."""
     start_timeout_seconds: float = 300.0
+    plugin: str | None = None
+    """Eviction policy of agentserve's plugin inside vLLM; None: vLLM without it."""
     extra_args: tuple[str, ...] = ()
     """Appended to vLLM's command line, so they win over what stands there."""
 
@@ -55,6 +58,9 @@ class EmbeddedOptions:
             raise SetupError(f"block_size is {self.block_size!r}: vLLM on the CPU takes multiples of {_BLOCK_MULTIPLE} only.")
         if self.kv_tokens < self.block_size:
             raise SetupError(f"kv_tokens is {self.kv_tokens!r}: it must hold a block of {self.block_size} tokens at least.")
+
+        if self.plugin is not None and self.plugin not in POLICY_NAMES:
+            raise SetupError(f"the engine's plugin has no policy {self.plugin!r}; there are: off, {', '.join(POLICY_NAMES)}")
 
     @property
     def num_blocks(self) -> int:
@@ -107,6 +113,8 @@ def vllm_command(model_folder: Path, port: int, options: EmbeddedOptions, *, eve
             }
         ),
     }
+    if options.plugin is not None:
+        values["kv-transfer-config"] = transfer_config(options.plugin)
     switches = (
         "enforce-eager",
         "enable-prefix-caching",
@@ -129,5 +137,7 @@ def _environment(options: EmbeddedOptions) -> list[str]:
     names = dict(_ENVIRONMENT)
     if options.dev_mode:
         names["VLLM_SERVER_DEV_MODE"] = "1"
+    if options.plugin is not None:
+        names["VLLM_PLUGINS"] = "agentserve"  # opens the plugin's routes
     # Without written bytecode every start compiles thousands of modules again, which doubles it.
     return ["env", "-u", "PYTHONDONTWRITEBYTECODE", *(f"{name}={value}" for name, value in names.items())]

@@ -1,18 +1,19 @@
-"""What runs inside vLLM's own processes. Only this folder patches the engine, and it checks first what it patches."""
+"""What runs inside vLLM's own processes. Only this folder patches the engine, and it checks first what it patches.
+
+vLLM finds `register` by the entry point `agentserve` in the group `vllm.general_plugins`, and calls it in each of its processes.
+"""
 
 from __future__ import annotations
 
-import importlib
+from collections.abc import Callable
 
-PARTS: dict[str, str] = {
-    "connector": "agentserve.engines.plugin.registry:register_connector",
-}
-"""What vLLM's `general_plugins` entry does in each of its processes, by name: "module:function". A part touches nothing that the
-engine's configuration does not ask for, and may run twice."""
+from agentserve.engines.plugin.registry import register_connector
+
+PARTS: dict[str, Callable[[], None]] = {"connector": register_connector}
+"""What the plugin is made of; each part costs little until it is used."""
 
 
 def register() -> None:
-    """vLLM's entry point."""
-    for place in PARTS.values():
-        module, _, function = place.partition(":")
-        getattr(importlib.import_module(module), function)()
+    """Every part in turn."""
+    for part in PARTS.values():
+        part()

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from admission.eviction import EVICTION_POLICIES
 from agentserve.engines.plugin.supported import PluginUnsupported
 
-CONNECTOR = "AgentserveConnector"
-MODULE = "agentserve.engines.plugin.connector"
+CONNECTOR: Final = "AgentserveConnector"
+MODULE: Final = "agentserve.engines.plugin.connector"
+POLICY_NAMES: Final = tuple(name for name, choice in EVICTION_POLICIES.items() if not choice.needs_future)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +45,9 @@ class PluginOptions:
             options = msgspec.convert(dict(extra), cls)
         except msgspec.ValidationError as error:
             raise PluginUnsupported(f"kv_connector_extra_config: {error}") from error
-        names = [name for name, choice in EVICTION_POLICIES.items() if not choice.needs_future]
-        if options.policy not in ("off", *names):
-            raise PluginUnsupported(f"kv_connector_extra_config: no policy {options.policy!r}; there are: off, {', '.join(names)}")
+        if options.policy not in ("off", *POLICY_NAMES):
+            there = ", ".join(POLICY_NAMES)
+            raise PluginUnsupported(f"kv_connector_extra_config: no policy {options.policy!r}; there are: off, {there}")
         return options
 
 
