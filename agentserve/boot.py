@@ -20,13 +20,15 @@ from admission.requests import Limits
 from admission.tickets import TicketBook
 from agentserve.cache import CacheBooks
 from agentserve.canonical.canonicaliser import choose
+from agentserve.deliveries import Deliveries
 from agentserve.dialects.responses_store import ResponseStore
-from agentserve.engines import Engine
+from agentserve.engines import ChatEngine, Engine
 from agentserve.engines.embedded import EmbeddedEngine
 from agentserve.engines.kv_events import KvEventSubscriber
 from agentserve.engines.vllm import VllmEngine
 from agentserve.engines.vllm_command import EmbeddedOptions
 from agentserve.errors import SetupError
+from agentserve.media import MediaTurns
 from agentserve.metrics import Metrics
 from agentserve.records import TurnLog
 from agentserve.server import Server
@@ -87,6 +89,7 @@ def make_engine(settings: Settings, progress: Callable[[str], None]) -> tuple[En
             kv_tokens=options.kv_tokens,
             block_size=options.block_size,
             max_model_len=options.max_model_len,
+            plugin=None if options.plugin == "off" else options.plugin,
             start_timeout_seconds=options.start_seconds,
         ),
         progress=progress,
@@ -157,7 +160,19 @@ def build(settings: Settings, engine: Engine, tokenizer: Tokenizer, chat: ChatFo
     created = int(_wall_clock())
     responses = ResponseStore(settings.limits.stored_response_bytes)
     metrics.watch("stored_response_bytes", "JSON of stored Responses", lambda: responses.num_bytes)
-    return Server(settings, engine, turns, namespaces, books, metrics, responses, created)
+    media = MediaTurns(
+        engine=engine if isinstance(engine, ChatEngine) else None,
+        model=engine.info.model,
+        namespaces=namespaces,
+        room=room,
+        clock=clock,
+        new_id=turns.new_id,
+    )
+    deliveries = Deliveries(
+        settings.limits.kept_answer_bytes, settings.limits.kept_answer_seconds, clock, lambda outcome: metrics.retries.labels(outcome).inc()
+    )
+    metrics.watch("kept_answer_bytes", "Whole answers that are kept for clients that ask again", lambda: deliveries.num_bytes)
+    return Server(settings, engine, turns, namespaces, books, metrics, responses, deliveries, media, created)
 
 
 def _wall_clock() -> float:

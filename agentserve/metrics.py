@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from agentserve.sessions import TurnKind
 from agentserve.turns import Outcome, Plan
 from prefix_cache.hits import Cause
 
@@ -22,6 +23,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.turns = self._counter("turns", "Turns that ended with an answer, by how the prompt relates to its history", "kind")
         self.failed_turns = self._counter("failed_turns", "Turns that ended without one, by the error's kind", "kind")
+        self.retries = self._counter("retries", "Requests that their client had sent before, by what became of them", "outcome")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of answered turns")
         self.encoded_tokens = self._counter("encoded_tokens", "Prompt tokens that had to be tokenised")
         self.generated_tokens = self._counter("generated_tokens", "Generated tokens")
@@ -53,6 +55,9 @@ class Metrics:
         """Count a finished turn."""
         hits = outcome.hits
         self.turns.labels(plan.kind.value).inc()
+        if plan.kind is TurnKind.PASSED:
+            self.generated_tokens.inc(outcome.num_generated_tokens)
+            return
         self.prompt_tokens.inc(hits.num_prompt_tokens)
         self.encoded_tokens.inc(plan.num_encoded_tokens)
         self.generated_tokens.inc(outcome.num_generated_tokens)

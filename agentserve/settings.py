@@ -41,6 +41,11 @@ class EngineSettings(Part):
     start_seconds: float = Field(300.0, gt=0, description="How long to wait for the engine to answer at start, seconds.")
     kv_tokens: int = Field(262_144, ge=256, description="KV capacity of the embedded engine, tokens; small values make evictions happen.")
     block_size: int = Field(128, ge=32, multiple_of=32, description="KV block size of the embedded engine, tokens.")
+    plugin: str = Field(
+        "off",
+        description="Eviction policy of the plugin in the engine, by name; off: plain vLLM. The embedded engine is started with it; "
+        "a running one needs the plugin of its own start, and is sent hints unless this is off.",
+    )
     max_model_len: int = Field(131_072, ge=256, description="Context length of the embedded engine, tokens (cut to its KV capacity).")
 
 
@@ -50,6 +55,8 @@ class LimitSettings(Part):
     running_turns: int = Field(1024, ge=1, description="Turns at the engine at once; more wait in the queue.")
     queued_turns: int = Field(10_000, ge=0, description="Turns that may wait; above it 429 with Retry-After.")
     keep_alive_seconds: float = Field(5.0, gt=0, description="Longest silence of a stream before a keep-alive comment, seconds.")
+    kept_answer_bytes: int = Field(64 << 20, ge=0, description="Whole answers kept for clients that send a request again, bytes.")
+    kept_answer_seconds: float = Field(300.0, ge=0, description="How long such an answer is kept, seconds.")
     stored_response_bytes: int = Field(
         256 << 20, ge=0, description="JSON of stored Responses that is kept, bytes; the least recently used go first."
     )

@@ -20,6 +20,7 @@ from agentserve.app import build_app
 from agentserve.boot import build
 from agentserve.canonical.canonicaliser import Effect
 from agentserve.cli import build_cli
+from agentserve.deliveries import RETRY_HEADER
 from agentserve.dialects.account import account as usage_account
 from agentserve.dialects.anthropic_errors import ERROR_TYPES
 from agentserve.dialects.errors import error_headers
@@ -212,7 +213,7 @@ def _errors() -> list[type[AgentserveError]]:
 
 def test_every_response_header_is_documented_and_no_other(answered: tuple[Plan, Outcome]) -> None:
     plan, outcome = answered
-    headers = {**plan_headers(plan, outcome.hits), **error_headers(Busy("", retry_after_seconds=1))}
+    headers = {**plan_headers(plan, outcome.hits), **error_headers(Busy("", retry_after_seconds=1)), RETRY_HEADER: ""}
     assert_same(REFERENCE / "http.md", names(REFERENCE / "http.md", "Response headers"), headers)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from agentserve.divergence import Divergence
+from agentserve.sessions import TurnKind
 from agentserve.turns import Outcome, Plan
 
 
@@ -24,6 +25,8 @@ def describe_divergence(divergence: Divergence | None) -> dict[str, Any] | None:
 def account(plan: Plan, outcome: Outcome) -> dict[str, Any]:
     """Session, kind of turn and hit figures, in tokens."""
     hits = outcome.hits
+    if plan.kind is TurnKind.PASSED:
+        return {"session_id": plan.session_id, "turn": plan.kind}
     figures = {
         "session_id": plan.session_id,
         "turn": plan.kind,

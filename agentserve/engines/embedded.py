@@ -15,7 +15,7 @@ from typing import Final
 
 import structlog
 
-from agentserve.engines import Chunk, EngineInfo, GenerateRequest, guard
+from agentserve.engines import ChatChunk, ChatRequest, Chunk, EngineInfo, GenerateRequest, guard
 from agentserve.engines.own_plugin import plugin_environment
 from agentserve.engines.vllm import VllmEngine
 from agentserve.engines.vllm_command import EMBEDDED_MODELS, NANO_M3, EmbeddedOptions, vllm_command
@@ -76,6 +76,10 @@ class EmbeddedEngine:
         return self._model_folder
 
     @property
+    def _needs_plugin(self) -> bool:
+        return self._options.model == NANO_M3 or self._options.plugin is not None
+
+    @property
     def log_path(self) -> Path:
         """What vLLM writes; every launch has its own file."""
         return self._run_folder / f"vllm-{self._num_launches}.log"
@@ -113,6 +117,11 @@ class EmbeddedEngine:
         self._raise_if_down()
         return await self._client.metrics()
 
+    def chat(self, request: ChatRequest) -> AsyncGenerator[ChatChunk, None]:
+        """As `VllmEngine.chat`. Raises `EngineUnavailable` at once while vLLM is down."""
+        self._raise_if_down()
+        return self._client.chat(request)
+
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """As `VllmEngine.generate`, without a seed. Raises `EngineUnavailable` at once while vLLM is down."""
         self._raise_if_down()
@@ -146,7 +155,7 @@ class EmbeddedEngine:
             self._options,
             events_endpoint=self.events_endpoint,
             replay_endpoint=self.replay_endpoint,
-            variables=plugin_environment(self._run_folder) if self._options.model == NANO_M3 else {},
+            variables=plugin_environment(self._run_folder) if self._needs_plugin else {},
         )
         self._num_launches += 1
         self._process = await _spawn(command, self.log_path)

@@ -8,8 +8,14 @@ from pathlib import Path
 from typing import Final
 
 PLUGIN_NAME: Final = "agentserve"
-"""The entry point's name in the group `vllm.general_plugins`, as pyproject.toml has it too."""
-_ENTRY_POINT: Final = f"[vllm.general_plugins]\n{PLUGIN_NAME} = agentserve.engines.plugin:register\n"
+"""The entry points' name, as pyproject.toml has them too."""
+_ENTRY_POINTS: Final = f"""\
+[vllm.general_plugins]
+{PLUGIN_NAME} = agentserve.engines.plugin:register
+
+[vllm.endpoint_plugins]
+{PLUGIN_NAME} = agentserve.engines.plugin.control:Endpoint
+"""
 _METADATA: Final = "Metadata-Version: 2.1\nName: agentserve-plugin\nVersion: 0\n"
 
 
@@ -18,7 +24,7 @@ def plugin_environment(folder: Path) -> dict[str, str]:
     info = folder / "site" / "agentserve_plugin-0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text(_METADATA)
-    (info / "entry_points.txt").write_text(_ENTRY_POINT)
+    (info / "entry_points.txt").write_text(_ENTRY_POINTS)
     package = Path(__file__).parents[2]
     # This process's own path behind it: it may run from PYTHONPATH itself.
     places = [str(info.parent), str(package), *(place for place in sys.path if place and Path(place).is_dir())]

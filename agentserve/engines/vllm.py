@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 from urllib.parse import quote
 
 import aiohttp
@@ -13,9 +14,10 @@ import msgspec
 import structlog
 from aiohttp.abc import AbstractStreamWriter
 
-from agentserve.engines import Chunk, EngineInfo, GenerateRequest
+from agentserve.engines import ChatChunk, ChatRequest, Chunk, EngineInfo, GenerateRequest
 from agentserve.engines.prometheus import samples
 from agentserve.engines.sse import SseParser
+from agentserve.engines.vllm_chat import CHAT_PATH, read_chat_event
 from agentserve.engines.vllm_wire import COMPLETIONS, GENERATE, Body, Route, read_event, read_refusal
 from agentserve.errors import EngineError, EngineRefused, EngineUnavailable, SetupError
 
@@ -26,6 +28,8 @@ HEALTH_SECONDS: Final = 1.0
 POLL_SECONDS: Final = 0.25
 # What a route answers to an empty body when the engine does not have it (403: vLLM without --enable-scale-out).
 _ROUTE_ABSENT: Final = (403, 404, 405, 501)
+
+T = TypeVar("T")
 
 _log = structlog.get_logger(__name__)
 
@@ -140,27 +144,39 @@ class VllmEngine:
         Raises `EngineUnavailable` where nothing had arrived and the engine is gone, `EngineRefused` where it said no, and
         `EngineError` where it broke off later.
         """
-        response = await self._post(request)
+        body = self._route.body(request, self.info.model)
+        async with aclosing(self._events(self._route.path, body, request.session_id, read_event)) as chunks:
+            async for chunk in chunks:
+                self._warn_of_unknown_cached_tokens(chunk)
+                yield chunk
+
+    async def chat(self, request: ChatRequest) -> AsyncGenerator[ChatChunk, None]:
+        """Run `request` on vLLM's own chat route, which renders the conversation and parses the answer by itself. Else as `generate`."""
+        async with aclosing(self._events(CHAT_PATH, (request.body,), request.session_id, read_chat_event)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def _events(self, path: str, body: Body, session_id: str | None, read: Callable[[bytes], T]) -> AsyncGenerator[T, None]:
+        response = await self._post(path, body, session_id)
         try:
-            async for chunk in self._chunks(response):
+            async for chunk in self._chunks(response, read):
                 yield chunk
         finally:
             # Does nothing after a stream that ended by itself: its connection is back in the pool by then.
             response.close()
 
-    async def _post(self, request: GenerateRequest) -> aiohttp.ClientResponse:
-        body = self._route.body(request, self.info.model)
+    async def _post(self, path: str, body: Body, session_id: str | None) -> aiohttp.ClientResponse:
         headers = {"Content-Type": "application/json"}
-        if request.session_id is not None:
-            headers["X-Session-ID"] = quote(request.session_id, safe="/:@-._~")
+        if session_id is not None:
+            headers["X-Session-ID"] = quote(session_id, safe="/:@-._~")
         attempt = _Attempt()
         try:
-            response = await self._send(body, headers, attempt)
+            response = await self._send(path, body, headers, attempt)
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
             # Only a pooled connection can have been closed before the engine read anything; once more, then, and no more.
             if not attempt.reused:
                 raise self._unavailable(error) from error
-            response = await self._send_again(body, headers)
+            response = await self._send_again(path, body, headers)
         except (aiohttp.ClientError, TimeoutError) as error:
             raise self._unavailable(error) from error
         if response.status != 200:
@@ -171,16 +187,16 @@ class VllmEngine:
             raise refusal
         return response
 
-    async def _send(self, body: Body, headers: dict[str, str], attempt: _Attempt) -> aiohttp.ClientResponse:
-        return await self._http.post(f"{self.url}{self._route.path}", data=_Payload(body), headers=headers, trace_request_ctx=attempt)
+    async def _send(self, path: str, body: Body, headers: dict[str, str], attempt: _Attempt) -> aiohttp.ClientResponse:
+        return await self._http.post(f"{self.url}{path}", data=_Payload(body), headers=headers, trace_request_ctx=attempt)
 
-    async def _send_again(self, body: Body, headers: dict[str, str]) -> aiohttp.ClientResponse:
+    async def _send_again(self, path: str, body: Body, headers: dict[str, str]) -> aiohttp.ClientResponse:
         try:
-            return await self._send(body, headers, _Attempt())
+            return await self._send(path, body, headers, _Attempt())
         except (aiohttp.ClientError, TimeoutError) as error:
             raise self._unavailable(error) from error
 
-    async def _chunks(self, response: aiohttp.ClientResponse) -> AsyncGenerator[Chunk, None]:
+    async def _chunks(self, response: aiohttp.ClientResponse, read: Callable[[bytes], T]) -> AsyncGenerator[T, None]:
         parser = SseParser()
         started = done = False
         try:
@@ -189,7 +205,7 @@ class VllmEngine:
                     if data == b"[DONE]":
                         done = True
                         continue
-                    chunk = self._read(data, started)
+                    chunk = self._read(data, started, read)
                     started = True
                     yield chunk
         except aiohttp.ClientError as error:
@@ -201,19 +217,20 @@ class VllmEngine:
         if not done:
             raise EngineError(f"The engine at {self.url} ended its answer without saying that it was complete.")
 
-    def _read(self, data: bytes, started: bool) -> Chunk:
+    def _read(self, data: bytes, started: bool, read: Callable[[bytes], T]) -> T:
         try:
-            chunk = read_event(data)
+            return read(data)
         except EngineRefused as error:
             if not started:
                 raise
             raise EngineError(f"The engine failed in the middle of its answer: {error.message}") from error
         except msgspec.MsgspecError as error:
             raise EngineError(f"The engine at {self.url} sent an event that is not vLLM's: {error}: {data[:200]!r}") from error
+
+    def _warn_of_unknown_cached_tokens(self, chunk: Chunk) -> None:
         if chunk.usage is not None and chunk.usage.num_cached_tokens is None and not self._warned_of_unknown_cached_tokens:
             self._warned_of_unknown_cached_tokens = True
             _log.warning("cached tokens unknown", url=self.url, cure="start vLLM with --enable-prompt-tokens-details")
-        return chunk
 
     @property
     def _http(self) -> aiohttp.ClientSession:

@@ -11,6 +11,7 @@ from typing import Final
 
 import msgspec
 
+from agentserve.engines.plugin.options import POLICY_NAMES, transfer_config
 from agentserve.errors import SetupError
 from model.nano import make_nano
 from model.nano_m3 import make_nano_m3
@@ -58,6 +59,8 @@ class EmbeddedOptions:
     dev_mode: bool = False
     """Open vLLM's development routes, such as /reset_prefix_cache."""
     start_timeout_seconds: float = 300.0
+    plugin: str | None = None
+    """Eviction policy of agentserve's plugin inside vLLM; None: vLLM without it."""
     extra_args: tuple[str, ...] = ()
     """Appended to vLLM's command line, so they win over what stands there."""
 
@@ -70,6 +73,9 @@ class EmbeddedOptions:
             raise SetupError(f"block_size is {self.block_size!r}: vLLM on the CPU takes multiples of {_BLOCK_MULTIPLE} only.")
         if self.kv_tokens < self.block_size:
             raise SetupError(f"kv_tokens is {self.kv_tokens!r}: it must hold a block of {self.block_size} tokens at least.")
+
+        if self.plugin is not None and self.plugin not in POLICY_NAMES:
+            raise SetupError(f"the engine's plugin has no policy {self.plugin!r}; there are: off, {', '.join(POLICY_NAMES)}")
 
     @property
     def num_blocks(self) -> int:
@@ -153,6 +159,8 @@ def vllm_command(
             }
         ),
     }
+    if options.plugin is not None:
+        values["kv-transfer-config"] = transfer_config(options.plugin)
     switches = (
         "enforce-eager",
         "enable-prefix-caching",
@@ -183,5 +191,7 @@ def _environment(options: EmbeddedOptions, variables: Mapping[str, str]) -> list
     names = {**_ENVIRONMENT, **variables}
     if options.dev_mode:
         names["VLLM_SERVER_DEV_MODE"] = "1"
+    if options.plugin is not None:
+        names["VLLM_PLUGINS"] = "agentserve"  # opens the plugin's routes
     # Without written bytecode every start compiles thousands of modules again, which doubles it.
     return ["env", "-u", "PYTHONDONTWRITEBYTECODE", *(f"{name}={value}" for name, value in names.items())]
