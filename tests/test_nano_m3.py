@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 import pytest
 
@@ -18,16 +17,15 @@ from safetensors.torch import load_file
 from agentserve.engines.plugin.index_reuse import RAN
 from agentserve.engines.vllm_command import NANO_M3, EmbeddedOptions
 from agentserve.errors import SetupError
+from benchmarks.m3_nano import complete, judge
 from model.m3.config import config_from_json
 from model.m3.index_reuse import fixed_plan
 from model.nano_m3 import SHAPE, make_nano_m3
 from model.reference.causal import fused, run_backbone
-from model.reference.gate import Verdict, compare
 from tests.real_engine import CACHE_FOLDER, RealEngine, real_engine
 from tests.serving import Served, chat, serving
 
 TEXT = "def total(items):\n    return sum(item.price * item.count for item in items)\n"
-NUM_LOGPROBS = 20
 REUSE = 4
 
 
@@ -49,32 +47,6 @@ def m3_served(m3_engine: RealEngine) -> Iterator[Served]:
         yield running
 
 
-async def complete(engine: RealEngine, ids: list[int], num_tokens: int) -> dict[str, Any]:
-    """Greedy continuation by the engine itself, with the likeliest tokens of each step."""
-    body = {"model": "nano", "prompt": ids, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "logprobs": NUM_LOGPROBS}
-    body |= {"return_token_ids": True, "return_tokens_as_token_ids": True}
-    async with aiohttp.ClientSession() as http, http.post(f"{engine.url}/v1/completions", json=body) as response:
-        assert response.status == 200, await response.text()
-        return msgspec.json.decode(await response.read(), type=dict[str, Any])
-
-
-def judge(engine: RealEngine, ids: list[int], answer: dict[str, Any], freq: int) -> Verdict:
-    """Each step's likeliest tokens against the reference's, over the prompt and what was generated."""
-    config = config_from_json(msgspec.json.decode((engine.model_folder / "config.json").read_bytes()))
-    weights = fused(load_file(engine.model_folder / "model.safetensors"))
-    (choice,) = answer["choices"]
-    told = choice["logprobs"]["top_logprobs"]
-    whole = torch.tensor(ids + choice["token_ids"])
-    hidden = run_backbone(config, weights, whole, fixed_plan(config.num_sparse_layers, freq)).hidden[len(ids) - 1 : -1]
-    expected = (hidden @ weights["lm_head.weight"].T).log_softmax(-1)
-    ours, theirs = torch.empty(len(told), NUM_LOGPROBS), torch.empty(len(told), NUM_LOGPROBS)
-    for step, likeliest in enumerate(told):
-        best = sorted(((value, int(name.removeprefix("token_id:"))) for name, value in likeliest.items()), reverse=True)[:NUM_LOGPROBS]
-        ours[step] = torch.tensor([value for value, _ in best])
-        theirs[step] = expected[step, [token for _, token in best]]
-    return compare(ours, theirs)
-
-
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.anyio
@@ -94,11 +66,11 @@ async def test_sessions_are_exact_hit_their_ceiling_and_pass_the_gate(m3_served:
     (session,) = m3_served.server.namespaces.of(None).sessions.values()
     ids = list(session.prompt.ids)
     assert len(ids) > 2 * SHAPE.topk_blocks * SHAPE.block_size, "blocks are left out"
-    answer = await complete(m3_engine, ids, 24)
+    answer = await complete(m3_engine.url, ids, 24)
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0.8 * len(ids)
-    verdict = judge(m3_engine, ids, answer, freq)
+    verdict = judge(m3_engine.model_folder, ids, answer, freq)
     assert verdict.passed, verdict
-    other = judge(m3_engine, ids, answer, 1 if freq == REUSE else REUSE)
+    other = judge(m3_engine.model_folder, ids, answer, 1 if freq == REUSE else REUSE)
     assert not other.passed, "with random weights layers do not agree, so the gate tells the two apart"
     log = next(m3_engine.log_folder.glob("vllm-*.log")).read_text()
     assert (f"{RAN}: 2 of 5 sparse layers chose" in log) == (freq == REUSE)
