@@ -95,7 +95,7 @@ def judge(folder: Path, ids: list[int], answer: dict[str, Any], freq: int) -> Ve
 async def engine_gate(cache_folder: Path, freq: int, progress: Callable[[str], None]) -> dict[str, Any]:
     """The real vLLM, one of `freq` layers choosing: its answers to a long prompt, cold and cached, are the reference's."""
     engine = EmbeddedEngine(EmbeddedOptions(cache_folder, model=NANO_M3, index_topk_freq=freq, kv_tokens=32_768), progress=progress)
-    ids = prompt(2, 3_500)
+    ids = prompt(2, 2_200)
     try:
         await engine.start()
         cold = await complete(engine.url, ids, 24)
