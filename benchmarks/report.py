@@ -31,6 +31,8 @@ class Options:
     """Measure on the CUDA device as well, where the benchmark can."""
     url: str = ""
     """A running server to measure, where the benchmark can; empty: it starts its own."""
+    traces: Path | None = None
+    """Recorded sessions, where the benchmark reads some; None: generated ones."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,9 @@ def test_the_folder_is_a_real_checkpoint_of_m3(tmp_path: Path) -> None:
     assert 0.9 < float(trace.hidden[:, 1:].std()) < 1.1
 
 
-def test_reuse_without_an_indexer_and_unknown_models_are_refused(tmp_path: Path) -> None:
+def test_reuse_without_an_indexer_unknown_models_and_several_ranks_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match="one rank only"):
+        EmbeddedOptions(tmp_path, model=NANO_M3, tensor_parallel=2)
     with pytest.raises(SetupError, match="needs a model with an indexer"):
         EmbeddedOptions(tmp_path, index_topk_freq=4)
     with pytest.raises(SetupError, match="there are: nano, nano-m3"):

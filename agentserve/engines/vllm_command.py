@@ -54,6 +54,8 @@ class EmbeddedOptions:
     """Prompt plus output, tokens; cut to what the KV cache and the model hold."""
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
+    tensor_parallel: int = 1
+    """Ranks, each a process with a share of the heads: real shards, and slower than one on a CPU."""
     restart: bool = True
     """Start the engine again, with back-off, when it dies."""
     dev_mode: bool = False
@@ -69,6 +71,8 @@ class EmbeddedOptions:
             raise SetupError(f"there is no embedded model {self.model!r}; there are: {', '.join(EMBEDDED_MODELS)}")
         if self.index_topk_freq != 1 and self.model != NANO_M3:
             raise SetupError(f"index reuse needs a model with an indexer: use it with --embedded-model {NANO_M3}")
+        if self.model == NANO_M3 and self.tensor_parallel != 1:
+            raise SetupError(f"{NANO_M3} runs on one rank only: leave --engine-tensor-parallel at 1")
         if self.block_size <= 0 or self.block_size % _BLOCK_MULTIPLE:
             raise SetupError(f"block_size is {self.block_size!r}: vLLM on the CPU takes multiples of {_BLOCK_MULTIPLE} only.")
         if self.kv_tokens < self.block_size:
@@ -144,6 +148,7 @@ def vllm_command(
         "kv-cache-memory-bytes": str(num_gpu_blocks * options.block_size * config.kv_bytes_per_token),
         "max-num-seqs": str(options.max_num_seqs),
         "max-num-batched-tokens": str(options.max_num_batched_tokens),
+        "tensor-parallel-size": str(options.tensor_parallel),
         "scheduling-policy": "priority",
         "prefix-caching-hash-algo": "sha256_cbor",
         "tool-call-parser": "minimax_m3",
