@@ -116,6 +116,15 @@ class Lifecycle:
         session = self._sessions.get(session_id)
         return UNKNOWN if session is None else session.return_class
 
+    def seconds_to_return(self, session_id: str, now: float, horizon_seconds: float) -> float:
+        """Mean seconds until an idle session is back, counted as at most the horizon; 0 while it runs, infinity when it has ended."""
+        session = self._sessions.get(session_id)
+        if session is None or session.fate is not Fate.LIVE:
+            return math.inf
+        if session.num_running:
+            return 0.0
+        return self._returns.time_to_return(session.return_class, now - session.idle_since, horizon_seconds)
+
     def fate(self, session_id: str, branch_id: str = "", *, start_tokens: int = 0, is_generated: bool = False) -> Fate:
         """Of the part of a branch that starts at `start_tokens`. A session that is not known has ended."""
         session = self._sessions.get(session_id)

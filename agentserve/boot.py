@@ -164,10 +164,13 @@ def make_engines(settings: Settings, progress: Callable[[str], None], tier: Lmca
     embedded = EmbeddedEngine(
         EmbeddedOptions(
             cache_folder=settings.cache_folder,
+            model=settings.embedded_model,
+            index_topk_freq=settings.embedded_index_topk_freq,
             kv_tokens=options.kv_tokens,
             block_size=options.block_size,
             max_model_len=options.max_model_len,
             tensor_parallel=options.tensor_parallel,
+            plugin=None if options.plugin == "off" else options.plugin,
             start_timeout_seconds=options.start_seconds,
             extra_args=tier.engine_args if tier is not None else (),
         ),

@@ -13,12 +13,21 @@ from benchmarks.cases import CasesFailed
 from benchmarks.client import BadAnswer
 from benchmarks.contenders import ContenderFailed
 from benchmarks.ledger import measure as ledger
-from benchmarks.report import CACHE_FOLDER, Benchmark, Options, show, write_json
+from benchmarks.report import CACHE_FOLDER, Benchmark, Options, Result, show, write_json
+
+
+def _m3(options: Options) -> Result:
+    # torch takes seconds to import and need not be installed: only this one pays for it.
+    from benchmarks import m3
+
+    return m3.measure(options)
+
 
 BENCHMARKS: dict[str, Benchmark] = {
     "agentx": agentx.measure,
     "cache": cache.measure,
     "ledger": ledger.measure,
+    "m3": _m3,
     "offload": offload.measure,
     "overhead": overhead.measure,
     "turn_cost": turn_cost.measure,
@@ -37,6 +46,7 @@ def run(
         tuple[str, ...], Parameter(help="Servers that take part (repeat the flag); default: those of the benchmark.")
     ] = (),
     cache_folder: Annotated[Path, Parameter(help="Where peers are installed.")] = CACHE_FOLDER,
+    gpu: Annotated[bool, Parameter(negative="", help="Measure on the CUDA device as well (m3).")] = False,
     url: Annotated[str, Parameter(help="A running server to measure (agentx); empty: one of the benchmark's own.")] = "",
     traces: Annotated[Path | None, Parameter(help="Recorded sessions (cache): a file or folder; without: generated ones.")] = None,
 ) -> int:
@@ -46,7 +56,7 @@ def run(
         Console(stderr=True).print(f"no benchmark {name!r}; there are: {', '.join(BENCHMARKS)}")
         return 2
     try:
-        result = benchmark(Options(quick=quick, contenders=contenders, cache_folder=cache_folder, url=url, traces=traces))
+        result = benchmark(Options(quick=quick, contenders=contenders, cache_folder=cache_folder, gpu=gpu, url=url, traces=traces))
     except (BadAnswer, CasesFailed, ContenderFailed) as error:
         Console(stderr=True).print(str(error), markup=False)
         return 1

@@ -33,6 +33,7 @@ class SimulationOptions:
     policy: str = "lru"
     parameters: Mapping[str, float] = field(default_factory=dict)
     admission: str = "fcfs"
+    admission_parameters: Mapping[str, float] = field(default_factory=dict)
     profile: str = "nominal"
     capacity_tokens: int | None = None
     block_size: int = 128
@@ -72,7 +73,11 @@ class Simulation:
         self.server = Server(
             self.clock,
             engines,
-            ADMISSION_POLICIES[options.admission](TicketBook(), Limits(capacity_tokens=capacity)),
+            ADMISSION_POLICIES[options.admission](
+                TicketBook(),
+                Limits(capacity_tokens=capacity, longest_idle_seconds=options.loop.idle_cap),
+                options.admission_parameters,
+            ),
             self.profile.request_seconds,
             self.profile.token_seconds,
             self.outcomes.append,
