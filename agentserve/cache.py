@@ -76,6 +76,8 @@ class _Overtaken:
 _MAX_OVERTAKEN = 64
 _NUM_LATE_BATCHES = 16
 """After so many more, a miss that none of them explains counts against the mirror. On a busy host answers are up to a second ahead."""
+_MAX_LATE_ANSWERS = 8
+"""So many answers that no event has explained yet are no coincidence: the engine's cache is not what its events said."""
 _FULL_SHARE = 0.9
 """Of the engine's capacity: below it nothing is evicted."""
 _MAX_LOOKS = 16
@@ -255,7 +257,7 @@ class CacheBooks:
         """From answers that were ahead of the events, once those are there or must have been."""
         while self._overtaken:
             late = self._overtaken[0]
-            is_due = mirror.num_applied_batches - late.num_batches >= _NUM_LATE_BATCHES
+            is_due = mirror.num_applied_batches - late.num_batches >= _NUM_LATE_BATCHES or len(self._overtaken) > _MAX_LATE_ANSWERS
             if not is_due and not mirror.removed_since(late.missed, late.departures):
                 return
             self._overtaken.popleft()
