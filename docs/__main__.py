@@ -47,6 +47,7 @@ TREE: dict[str, str] = {
     "model/data": "the nano model's chat template and multilingual text",
     "replays": "recorded or generated agent sessions, driven through a server, and the report",
     "replays/data": "a sample trace and the word list of prompts",
+    "replays/formats": "trace formats made of rows: Mooncake, Dynamo, and captures of this server",
     "replays/simulator": "vLLM's scheduler and block pool simulated in extents, driven by closed-loop traces",
     "benchmarks": "runnable comparisons, one table each",
     "benchmarks/ledger": "generated sessions, disconnects, long histories, a frozen Redis",

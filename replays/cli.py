@@ -24,10 +24,12 @@ from replays.options import ReplayOptions, to_arguments
 from replays.records import RecordsError, Run, read_run
 from replays.report import Report, make_report, read_report, write_report
 from replays.server import ask_version
+from replays.simulator.command import simulate_command
 from replays.tables import report_tables
 from replays.traces import TraceError, TraceSet
 
 app = App(name="replays", help="Replay recorded agent sessions, report on replays, and generate sessions.")
+app.command(simulate_command, name="simulate")
 
 _ERRORS = Console(stderr=True, highlight=False)
 _OUTPUT = Console(highlight=False)

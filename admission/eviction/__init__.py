@@ -26,7 +26,7 @@ EVICTION_POLICIES: dict[str, PolicyChoice] = {
     "sieve": PolicyChoice(SieveParameters, sieve),
     "gdsf": PolicyChoice(GdsfParameters, gdsf),
     "ttl": PolicyChoice(TtlParameters, ttl, needs_returns=True),
-    "dead_first": PolicyChoice(DeadFirstParameters, dead_first),
-    "class_hazard": PolicyChoice(ClassHazardParameters, class_hazard, needs_returns=True),
+    "dead_first": PolicyChoice(DeadFirstParameters, dead_first, reads_fates=True),
+    "class_hazard": PolicyChoice(ClassHazardParameters, class_hazard, needs_returns=True, reads_fates=True),
     "farthest_next_use": PolicyChoice(FarthestNextUseParameters, farthest_next_use, needs_future=True),
 }

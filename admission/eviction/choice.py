@@ -17,7 +17,7 @@ class PolicyParameterError(ValueError):
 class PolicyChoice:
     """How to build one policy. `parameters` is its frozen dataclass; each field is annotated with a `Knob`."""
 
-    __slots__ = ("_make", "needs_future", "needs_returns", "parameters")
+    __slots__ = ("_make", "needs_future", "needs_returns", "parameters", "reads_fates")
 
     def __init__(
         self,
@@ -26,6 +26,7 @@ class PolicyChoice:
         *,
         needs_returns: bool = False,
         needs_future: bool = False,
+        reads_fates: bool = False,
     ) -> None:
         self.parameters = parameters
         self._make = make
@@ -33,6 +34,8 @@ class PolicyChoice:
         """Whether `Pool.returns` must be given."""
         self.needs_future = needs_future
         """Whether `Extent.next_use_seconds` must be filled in, which only a replay can do."""
+        self.reads_fates = reads_fates
+        """Whether it makes a difference what is believed dead."""
 
     @property
     def about(self) -> str:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from msgspec import Struct
 
-from replays.simulator.anatomy import Anatomy
+from replays.simulator.anatomy import Anatomy, AnatomyReport, weighted_percentiles
 from replays.simulator.outcomes import Outcome
 
 if TYPE_CHECKING:
-    from replays.simulator.closed_loop import ClosedLoop
+    from replays.simulator.loop import Loop
     from replays.simulator.run import SimulationOptions
     from replays.simulator.server import Server
 
@@ -54,6 +54,13 @@ class SimulationReport(Struct, kw_only=True):
     """Share of the pool by kind, mean over time."""
     evicted_blocks: dict[str, int]
     evicted_live_age_seconds: dict[str, float]
+    anatomy: AnatomyReport
+    parameters: dict[str, float] = {}
+    """Of the eviction policy, where they are not its defaults."""
+    ends: str = "unknown"
+    """Whether the policy is told that a session has ended."""
+    arrivals: float | None = None
+    """Sessions a second of an open loop; 0: as recorded; None: closed loop."""
 
     @property
     def gap_points(self) -> float | None:
@@ -74,18 +81,7 @@ def _rate(part: int, whole: int) -> float | None:
     return part / whole if whole else None
 
 
-def _weighted(ages: Sequence[tuple[float, int]]) -> dict[str, float]:
-    """Percentiles by blocks."""
-    if not ages:
-        return {}
-    values = np.array(sorted(ages))
-    shares = np.cumsum(values[:, 1]) / values[:, 1].sum()
-    return {name: float(values[np.searchsorted(shares, share), 0]) for name, share in (("p10", 0.1), ("p50", 0.5), ("p90", 0.9))}
-
-
-def make_report(
-    options: SimulationOptions, loop: ClosedLoop, server: Server, outcomes: Sequence[Outcome], anatomy: Anatomy
-) -> SimulationReport:
+def make_report(options: SimulationOptions, loop: Loop, server: Server, outcomes: Sequence[Outcome], anatomy: Anatomy) -> SimulationReport:
     """The figures of the profiling phase."""
     done = [outcome for outcome in outcomes if not outcome.warmup]
     prompt = sum(outcome.num_prompt_tokens for outcome in done)
@@ -103,7 +99,7 @@ def make_report(
         admission=options.admission,
         profile=options.profile,
         seed=options.loop.seed,
-        concurrency=options.loop.concurrency,
+        concurrency=options.loop.concurrency if options.loop.arrivals is None else 0,
         capacity_tokens=sum(engine.pool.num_blocks for engine in server.engines) * options.block_size,
         block_size=options.block_size,
         num_requests=len(done),
@@ -127,7 +123,11 @@ def make_report(
         kv_usage_mean=sum(counter.usage_seconds for counter in counters) / (elapsed * len(counters)) if elapsed else 0.0,
         composition=anatomy.mean_shares(),
         evicted_blocks=dict(anatomy.evicted_blocks),
-        evicted_live_age_seconds=_weighted(anatomy.evicted_age_seconds),
+        evicted_live_age_seconds=weighted_percentiles(anatomy.evicted_age_seconds),
+        anatomy=anatomy.report(options.block_size, loop.profiling_started),
+        parameters=dict(options.parameters),
+        ends="said" if options.knowledge.ends else "unknown",
+        arrivals=options.loop.arrivals,
     )
 
 

@@ -14,10 +14,12 @@ from admission.tickets import TicketBook
 from replays.simulator.anatomy import Anatomy
 from replays.simulator.chains import Branch
 from replays.simulator.clock import Clock
-from replays.simulator.closed_loop import ClosedLoop, LoopOptions
+from replays.simulator.closed_loop import ClosedLoop
 from replays.simulator.cost import PROFILES, Profile
 from replays.simulator.engine import Engine
 from replays.simulator.fates import Fates, Knowledge
+from replays.simulator.loop import Loop, LoopOptions
+from replays.simulator.open_loop import OpenLoop
 from replays.simulator.options import EngineOptions
 from replays.simulator.outcomes import Outcome
 from replays.simulator.pool import BlockPool
@@ -37,7 +39,7 @@ class SimulationOptions:
     capacity_tokens: int | None = None
     block_size: int = 128
     max_num_seqs: int | None = None
-    """None: twice the concurrency, as the published recipes set it."""
+    """None: twice the concurrency, as the published recipes set it; in an open loop the profile's own."""
     num_replicas: int = 1
     knowledge: Knowledge = field(default_factory=Knowledge)
     loop: LoopOptions = field(default_factory=LoopOptions)
@@ -76,8 +78,10 @@ class Simulation:
             self.profile.request_seconds,
             self.profile.token_seconds,
             self.outcomes.append,
+            self.anatomy.ended,
         )
-        self.loop: ClosedLoop = ClosedLoop(self.clock, self.server, self.scripts, options.loop)
+        kind = ClosedLoop if options.loop.arrivals is None else OpenLoop
+        self.loop: Loop = kind(self.clock, self.server, self.scripts, options.loop)
 
     def _uses(self, branch: Branch, now: float) -> Iterator[tuple[float, int]]:
         return self.loop.uses(branch, now)
@@ -98,11 +102,12 @@ class Simulation:
 def engine_options(options: SimulationOptions, profile: Profile) -> EngineOptions:
     """The engine of `profile` as `options` want it."""
     capacity = options.capacity_tokens or profile.capacity_tokens
+    is_open = options.loop.arrivals is not None
     return replace(
         profile.engine,
         num_blocks=capacity // options.block_size,
         block_size=options.block_size,
-        max_num_seqs=options.max_num_seqs or 2 * options.loop.concurrency,
+        max_num_seqs=options.max_num_seqs or (profile.engine.max_num_seqs if is_open else 2 * options.loop.concurrency),
     )
 
 

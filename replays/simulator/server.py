@@ -49,6 +49,7 @@ class Server:
     """Fixed time of a request outside the engine: HTTP, rendering, tokens."""
     token_seconds: float = 0.0
     on_outcome: Callable[[Outcome], None] = lambda outcome: None
+    on_ended: Callable[[Call, EngineRequest], None] = lambda call, request: None
     num_in_flight: int = 0
     _next_id: int = 0
     _calls: dict[int, Call] = field(default_factory=dict)
@@ -165,6 +166,10 @@ class Server:
             num_preemptions=request.num_preemptions,
             replica=index,
         )
+        # Where a later prompt holds the answer, its blocks can be hit from now on.
+        answered = min(call.path[-1].start, (request.num_tokens - 1) // size)
+        _sent_before(call.path, 0, max(answered, call.num_prompt_tokens // size))
+        self.on_ended(call, request)
         if call.is_last:
             self.end_stream(call.stream)
         self.on_outcome(outcome)

@@ -1,0 +1,316 @@
+"""Many simulations in one run: policies × admissions × capacities × concurrencies × seeds, spread over processes, joined into points."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from msgspec import Struct
+
+from admission.eviction import EVICTION_POLICIES
+from admission.eviction.choice import PolicyParameterError
+from admission.eviction.policy import Pool
+from admission.policies import ADMISSION_POLICIES
+from admission.returns import ReturnModel
+from replays.simulator.cost import PROFILES
+from replays.simulator.fates import Knowledge
+from replays.simulator.report import SimulationReport
+from replays.simulator.run import SimulationOptions, simulate
+from replays.simulator.scripts import Script
+
+BASELINE = "lru"
+"""The policy of a plain vLLM, which every gap is compared with."""
+ENDS: dict[str, Knowledge] = {"unknown": Knowledge(ends=False), "said": Knowledge(ends=True)}
+"""What the policy is told of sessions that have ended, by name."""
+UNLIMITED_TOKENS = 10**12
+"""A capacity in which nothing is ever evicted."""
+
+
+class GridError(ValueError):
+    """A name, number or combination that cannot be simulated. Says what there is."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySpec:
+    """A policy and its parameters, as `name` or `name:parameter=value,parameter=value`."""
+
+    name: str
+    parameters: Mapping[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        values = ",".join(f"{name}={value:g}" for name, value in self.parameters.items())
+        return f"{self.name}:{values}" if values else self.name
+
+
+def parse_policy(text: str) -> PolicySpec:
+    """Raises GridError for a policy or parameter that there is not, and for a value outside its range."""
+    name, _, rest = text.partition(":")
+    choice = EVICTION_POLICIES.get(name)
+    if choice is None:
+        raise GridError(f"no eviction policy {name!r}; there are: {', '.join(EVICTION_POLICIES)}")
+    values: dict[str, float] = {}
+    for part in filter(None, rest.split(",")):
+        key, equals, value = part.partition("=")
+        try:
+            values[key] = float(value)
+        except ValueError:
+            raise GridError(f"{text!r}: {part!r} is not parameter=number") from None
+        if not equals:
+            raise GridError(f"{text!r}: {part!r} is not parameter=number")
+    try:
+        choice.build(Pool(1, ReturnModel()), values)
+    except PolicyParameterError as error:
+        raise GridError(f"policy {name!r}: {error}") from None
+    return PolicySpec(name, values)
+
+
+_FACTORS = {"k": 1e3, "m": 1e6, "g": 1e9}
+
+
+def parse_tokens(text: str) -> int:
+    """A number of tokens: `6264960`, `6.26M`, `500k`. Raises GridError."""
+    factor = _FACTORS.get(text[-1:].lower(), 1.0)
+    digits = text[:-1] if factor > 1 else text
+    try:
+        tokens = round(float(digits.replace("_", "").replace(",", "")) * factor)
+    except (ValueError, OverflowError):
+        raise GridError(f"{text!r} is no number of tokens; write 6264960 or 6.26M") from None
+    if tokens <= 0:
+        raise GridError(f"a capacity of {text!r} tokens holds nothing")
+    return tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """What to simulate: every combination. Capacities None: the profile's own."""
+
+    policies: Sequence[PolicySpec]
+    capacities: Sequence[int | None] = (None,)
+    streams: Sequence[int] = (28,)
+    seeds: Sequence[int] = (1,)
+    admissions: Sequence[str] = ("fcfs",)
+    ends: Sequence[str] = ("unknown",)
+    base: SimulationOptions = field(default_factory=SimulationOptions)
+
+    def check(self) -> None:
+        """Raises GridError for what cannot be simulated."""
+        _known("profile", [self.base.profile], PROFILES)
+        _known("admission policy", self.admissions, ADMISSION_POLICIES)
+        _known("knowledge of ends", self.ends, ENDS)
+        size = self.base.block_size
+        for capacity in self.capacities:
+            if capacity is not None and capacity < size:
+                raise GridError(f"a capacity of {capacity} tokens is less than a block of {size}")
+        if min(self.streams, default=0) < 1:
+            raise GridError("give one or more streams")
+
+    def options(self) -> Iterator[SimulationOptions]:
+        """Of each run, the seeds of one point next to each other, the baseline first."""
+        for capacity in self.capacities:
+            for streams in self.streams:
+                for policy, admission, ends in self._arms():
+                    for seed in self.seeds:
+                        loop = replace(self.base.loop, concurrency=streams, seed=seed)
+                        yield replace(
+                            self.base,
+                            policy=policy.name,
+                            parameters=dict(policy.parameters),
+                            admission=admission,
+                            knowledge=ENDS[ends],
+                            capacity_tokens=capacity,
+                            loop=loop,
+                        )
+
+    def _arms(self) -> Iterator[tuple[PolicySpec, str, str]]:
+        """(policy, admission, ends); what a policy that ignores ends is told makes no difference, so it is told once."""
+        first = (PolicySpec(BASELINE), "fcfs", self.ends[0])
+        yield first
+        for policy in self.policies:
+            for admission in self.admissions:
+                for ends in self.ends if EVICTION_POLICIES[policy.name].reads_fates else self.ends[:1]:
+                    arm = (policy, admission, ends)
+                    if arm != first:
+                        yield arm
+
+
+def _known(what: str, names: Iterable[str], table: Mapping[str, object]) -> None:
+    for name in names:
+        if name not in table:
+            raise GridError(f"no {what} {name!r}; there are: {', '.join(table)}")
+
+
+class PointReport(Struct, kw_only=True):
+    """One point: the runs of all seeds joined. Rates are sums over sums, other figures means over the seeds, `spread` max − min."""
+
+    policy: str
+    parameters: dict[str, float]
+    admission: str
+    ends: str
+    profile: str
+    capacity_tokens: int
+    streams: int
+    arrivals: float | None
+    seeds: list[int]
+    num_requests: int
+    hit_rate: float | None
+    hit_spread: float | None
+    ceiling: float | None
+    gap_points: float | None
+    gap_closed_share: float | None = None
+    """Of the gap that the baseline leaves at the same capacity and load."""
+    theoretical: float | None
+    ttft_p50_seconds: float | None
+    ttft_p95_seconds: float | None
+    tpot_p50_seconds: float | None
+    requests_per_second: float
+    output_tokens_per_second: float
+    preemptions: float
+    overflows: int
+    kv_usage_peak: float
+    kv_usage_mean: float
+    composition: dict[str, float]
+
+
+DEFINITIONS: dict[str, str] = {
+    "hit_rate": "prompt tokens taken from a cache over prompt tokens, of the requests that ended in the profiling phase of all seeds",
+    "hit_spread": "largest less smallest hit rate of the seeds",
+    "ceiling": "prompt tokens in whole blocks that stood in an earlier prompt (or answer that is sent back) over prompt tokens",
+    "gap_points": "100 × (ceiling − hit_rate)",
+    "gap_closed_share": "1 − gap_points over that of lru under fcfs at the same capacity and load; null where that is below 0.05",
+    "theoretical": "AgentX's figure: leading run of the trace's own blocks that were named before, per session",
+    "ttft_p50_seconds": "from the client's request to the first token, waiting for admission included; mean of the seeds' medians",
+    "ttft_p95_seconds": "the same, 95th percentile",
+    "tpot_p50_seconds": "(end − first token) / (output tokens − 1), median; mean over the seeds",
+    "requests_per_second": "requests that ended over the time from the start of profiling to the last end",
+    "output_tokens_per_second": "their output tokens over the same time",
+    "preemptions": "running requests that gave up their blocks, mean over the seeds",
+    "overflows": "requests that the whole pool could not hold; they were refused",
+    "kv_usage_peak": "most of the pool that running requests held",
+    "kv_usage_mean": "the same, mean over time",
+    "composition": "share of the pool by kind, mean over time: pinned (in use), live_idle, cut (history that its session left), generated "
+    "(answers and unaligned tails that nobody sends back), ended, spare_copies (of what is there twice), unused",
+    "used_within_tokens": "tokens in use or used within so many seconds; at unlimited capacity what an LRU needs to survive that idle time",
+}
+"""Keys of the JSON report."""
+
+_LEAST_GAP_POINTS = 0.05
+
+
+def run_all(
+    scripts: Sequence[Script],
+    options: Sequence[SimulationOptions],
+    jobs: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[SimulationReport]:
+    """One report for each of `options`, in their order, by `jobs` processes. Raises what a simulation raises."""
+    reports: list[SimulationReport] = []
+    for report in _reports(scripts, options, jobs):
+        reports.append(report)
+        progress(len(reports), len(options))
+    return reports
+
+
+def _reports(scripts: Sequence[Script], options: Sequence[SimulationOptions], jobs: int) -> Iterator[SimulationReport]:
+    if jobs == 1 or len(options) == 1:
+        yield from (simulate(scripts, one) for one in options)
+        return
+    with worker_pool(scripts, min(jobs, len(options))) as pool:
+        yield from pool.imap(simulate_shared, options)
+
+
+_shared: Sequence[Script] = ()
+
+
+def _share(scripts: Sequence[Script]) -> None:
+    global _shared
+    _shared = scripts
+
+
+def simulate_shared(options: SimulationOptions) -> SimulationReport:
+    """In a process of `worker_pool`: simulates on the scripts that it was forked with."""
+    return simulate(_shared, options)
+
+
+def worker_pool(scripts: Sequence[Script], jobs: int) -> multiprocessing.pool.Pool:
+    """Processes that have `scripts` without copying them."""
+    return multiprocessing.get_context("fork").Pool(jobs, _share, (scripts,))
+
+
+def points_of(reports: Iterable[SimulationReport]) -> list[PointReport]:
+    """The runs of one setting joined over their seeds, in order of appearance, with the gap that each closes."""
+    groups: dict[tuple[object, ...], list[SimulationReport]] = {}
+    for report in reports:
+        key = (report.policy, tuple(sorted(report.parameters.items())), report.admission, report.ends)
+        groups.setdefault((*key, report.capacity_tokens, report.concurrency, report.arrivals), []).append(report)
+    points = [joined(group) for group in groups.values()]
+    base = {_load(point): point.gap_points for point in points if _is_baseline(point)}
+    for point in points:
+        point.gap_closed_share = closed_share(point.gap_points, base.get(_load(point)))
+    return points
+
+
+def _is_baseline(point: PointReport) -> bool:
+    return point.policy == BASELINE and point.admission == "fcfs"
+
+
+def _load(point: PointReport) -> tuple[int, int, float | None]:
+    return point.capacity_tokens, point.streams, point.arrivals
+
+
+def closed_share(gap: float | None, base: float | None) -> float | None:
+    """Share of the baseline's gap that is closed; None where there is none to speak of."""
+    if gap is None or base is None or base < _LEAST_GAP_POINTS:
+        return None
+    return 1 - gap / base
+
+
+def joined(reports: Sequence[SimulationReport]) -> PointReport:
+    """One point of the runs of its seeds."""
+    first = reports[0]
+    hit, ceiling = _pooled(reports, "actual_hit_rate"), _pooled(reports, "ceiling_hit_rate")
+    rates = [report.actual_hit_rate for report in reports if report.actual_hit_rate is not None]
+    return PointReport(
+        policy=first.policy,
+        parameters=first.parameters,
+        admission=first.admission,
+        ends=first.ends,
+        profile=first.profile,
+        capacity_tokens=first.capacity_tokens,
+        streams=first.concurrency,
+        arrivals=first.arrivals,
+        seeds=[report.seed for report in reports],
+        num_requests=sum(report.num_requests for report in reports),
+        hit_rate=hit,
+        hit_spread=max(rates) - min(rates) if rates else None,
+        ceiling=ceiling,
+        gap_points=100 * (ceiling - hit) if hit is not None and ceiling is not None else None,
+        theoretical=_pooled(reports, "theoretical_hit_rate"),
+        ttft_p50_seconds=_mean(report.ttft_seconds.get("p50") for report in reports),
+        ttft_p95_seconds=_mean(report.ttft_seconds.get("p95") for report in reports),
+        tpot_p50_seconds=_mean(report.tpot_seconds.get("p50") for report in reports),
+        requests_per_second=float(np.mean([report.requests_per_second for report in reports])),
+        output_tokens_per_second=float(np.mean([report.output_tokens_per_second for report in reports])),
+        preemptions=float(np.mean([report.preemptions for report in reports])),
+        overflows=sum(report.num_overflows for report in reports),
+        kv_usage_peak=max(report.kv_usage_peak for report in reports),
+        kv_usage_mean=float(np.mean([report.kv_usage_mean for report in reports])),
+        composition={kind: float(np.mean([report.composition[kind] for report in reports])) for kind in first.composition},
+    )
+
+
+def _pooled(reports: Sequence[SimulationReport], rate: str) -> float | None:
+    known = [(getattr(report, rate), report.prompt_tokens) for report in reports if getattr(report, rate) is not None]
+    weight = sum(tokens for _, tokens in known)
+    return sum(value * tokens for value, tokens in known) / weight if weight else None
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else None
+
+
+def unlimited(grid: Grid) -> Grid:
+    """The same loads in a pool where nothing is evicted: what an LRU would need, and the ceiling's own speed."""
+    return replace(grid, policies=(PolicySpec(BASELINE),), admissions=("fcfs",), ends=grid.ends[:1], capacities=(UNLIMITED_TOKENS,))
