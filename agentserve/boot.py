@@ -20,6 +20,7 @@ from admission.requests import Limits
 from admission.tickets import TicketBook
 from agentserve.cache import CacheBooks
 from agentserve.canonical.canonicaliser import choose
+from agentserve.capture import Capture, CaptureOptions
 from agentserve.dialects.responses_store import ResponseStore
 from agentserve.engines import Engine
 from agentserve.engines.embedded import EmbeddedEngine
@@ -66,6 +67,9 @@ async def running_server(settings: Settings, progress: Callable[[str], None]) ->
             if isinstance(engine, EmbeddedEngine):
                 engine.on_restart = mirror.restarted
         server = build(settings, engine, tokenizer, chat, mirror)
+        if server.turns.capture is not None:
+            server.turns.capture.start()
+            stack.push_async_callback(asyncio.to_thread, server.turns.capture.close)
         if server.turns.stored is not None:
             stack.push_async_callback(server.turns.stored.close)
             await server.turns.stored.start()
@@ -144,6 +148,7 @@ def build(settings: Settings, engine: Engine, tokenizer: Tokenizer, chat: ChatFo
         log=TurnLog(settings.sessions.turn_records),
         wall_clock=_wall_clock,
         stored=stored_sessions(settings.state, partial(deployment, engine.info.model, tokenizer, chat), books, metrics, clock),
+        capture=captured_turns(settings, engine, metrics, clock),
     )
     metrics.watch("waiting_turns", "Turns that wait for a ticket", lambda: room.num_waiting)
     metrics.watch("sessions", "Sessions that are known", lambda: namespaces.num_sessions)
@@ -156,6 +161,18 @@ def build(settings: Settings, engine: Engine, tokenizer: Tokenizer, chat: ChatFo
     responses = ResponseStore(settings.limits.stored_response_bytes)
     metrics.watch("stored_response_bytes", "JSON of stored Responses", lambda: responses.num_bytes)
     return Server(settings, engine, turns, namespaces, books, metrics, responses, created)
+
+
+def captured_turns(settings: Settings, engine: Engine, metrics: Metrics, clock: Callable[[], float]) -> Capture | None:
+    """The capture, if the settings name a folder for one."""
+    if settings.capture is None:
+        return None
+    options = CaptureOptions(settings.capture, settings.capture_file_bytes, settings.capture_total_bytes)
+    capture = Capture(options, engine.info.block_size or DEFAULT_BLOCK_SIZE, engine.info.model, clock, _wall_clock)
+    metrics.watch("captured_lines", "Turns and ends that the capture has written", lambda: capture.counts.written)
+    metrics.watch("capture_dropped_lines", "Turns and ends that could not be written", lambda: capture.counts.dropped)
+    metrics.watch("capture_writing", "1 while the capture's disk takes what it is given", lambda: capture.is_writing)
+    return capture
 
 
 def _wall_clock() -> float:

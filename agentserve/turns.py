@@ -22,6 +22,7 @@ from admission.requests import AdmissionRequest
 from agentserve.answers import kept_of
 from agentserve.cache import CacheBooks, Estimate, Sent
 from agentserve.canonical.canonicaliser import Canonicaliser, Effect
+from agentserve.capture import MAX_TOOL_NAME, Capture, TurnFacts, namespaced, stop_of
 from agentserve.conversation import Conversation, TurnOptions
 from agentserve.divergence import Divergence, divergence, volatile
 from agentserve.engines import Chunk, Engine, GenerateRequest, Usage
@@ -38,6 +39,7 @@ from agentserve.waiting import WaitingRoom
 from model.chat import ChatFormat, Delta, OutputParser, ReasoningDelta
 from model.conversation import AssistantItem
 from model.tokenizer import Tokenizer
+from prefix_cache.captured import CapturedTurn
 from prefix_cache.hits import TurnHits
 
 
@@ -226,6 +228,8 @@ class Turn:
         if reason == "stop" and item.calls and not self.parser.open_call:
             reason = "tool_calls"
         self._turns.log.add(self._session, self._record(reason, hits))
+        if self._turns.capture is not None:
+            self._turns.capture.turn(self._facts(reason, item, num_cached_tokens))
         return Outcome(item, reason, self._last.stop_reason, len(self._generated), usage, hits, self._num_reasoning_tokens)
 
     def _record(self, reason: str, hits: TurnHits) -> TurnRecord:
@@ -243,6 +247,27 @@ class Turn:
             hits,
             self.plan.divergence,
         )
+
+    def _facts(self, reason: str, item: AssistantItem, num_cached_tokens: int | None) -> TurnFacts:
+        """What a capture is told: everything but text."""
+        times, session, namespace = self._times, self._session, self._namespace.name
+        seconds = self._turns.clock() - times.asked
+        turn = CapturedTurn(
+            session=namespaced(session.id, namespace),
+            parent=None if session.parent is None else namespaced(session.parent, namespace),
+            t=round(self._turns.wall_clock() - seconds, 3),
+            seconds=round(seconds, 3),
+            wait=round(times.granted - times.asked, 3),
+            ttft=None if times.first_token is None else round(times.first_token - times.asked, 3),
+            num_prompt_tokens=self._estimate.num_prompt_tokens,
+            num_output_tokens=len(self._generated),
+            num_cached_tokens=num_cached_tokens,
+            stop=stop_of(reason),
+            tools=[call.name[:MAX_TOOL_NAME] for call in item.calls],
+            relation=self._relation.kind.value,
+        )
+        chain = session.prompt.chain
+        return TurnFacts(turn, chain.hashes[: self._estimate.num_prompt_tokens // chain.block_size])
 
 
 def _divergence(session: Session, place: Place, relation: Relation, estimate: Estimate) -> Divergence | None:
@@ -283,6 +308,7 @@ class Turns:
         log: TurnLog,
         wall_clock: Callable[[], float],
         stored: StoredSessions | None = None,
+        capture: Capture | None = None,
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
@@ -292,6 +318,7 @@ class Turns:
         self.books = books
         self.room = room
         self.stored = stored
+        self.capture = capture
         self.log = log
         self.clock = clock
         self.wall_clock = wall_clock

@@ -79,7 +79,7 @@ class IdDeltas(Generic[Key]):
 
     def add(self, session: str, blocks: Sequence[Key]) -> tuple[int, list[int]]:
         """(blocks kept of the session's turn before, ids of the others). Changes state."""
-        before = self._latest.pop(session, ())
+        before = self._latest.pop(session, blocks[:0])
         kept = num_equal(before, blocks)
         self._latest[session] = blocks
         if len(self._latest) > self._max_sessions:
@@ -99,7 +99,7 @@ def num_equal(left: Sequence[Key], right: Sequence[Key]) -> int:
     shared = min(len(left), len(right))
     if left[:shared] == right[:shared]:
         return shared
-    return next(index for index in range(shared) if left[index] != right[index])
+    return next((index for index in range(shared) if left[index] != right[index]), shared)
 
 
 class IdSums:

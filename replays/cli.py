@@ -19,6 +19,7 @@ from cyclopts.types import NonNegativeFloat, PositiveFloat, PositiveInt
 from rich.console import Console
 from rich.progress import track
 
+from replays.formats import open_traces
 from replays.generator import GeneratorSettings, generate_sessions
 from replays.options import ReplayOptions, to_arguments
 from replays.records import RecordsError, Run, read_run
@@ -26,7 +27,7 @@ from replays.report import Report, make_report, read_report, write_report
 from replays.server import ask_version
 from replays.simulator.command import simulate_command
 from replays.tables import report_tables
-from replays.traces import TraceError, TraceSet
+from replays.traces import TraceError
 
 app = App(name="replays", help="Replay recorded agent sessions, report on replays, and generate sessions.")
 app.command(simulate_command, name="simulate")
@@ -94,7 +95,7 @@ def _run(traces: Path, target: _Target, concurrency: int, options: ReplayOptions
 
 def _check_traces(traces: Path) -> None:
     """Read every session once, so that a bad one is found before anything is sent."""
-    trace_set = TraceSet(traces)
+    trace_set = open_traces(traces)
     for _ in track(trace_set.checked(), "reading traces", total=len(trace_set), console=_ERRORS, transient=True):
         pass
 
@@ -134,7 +135,7 @@ def replay(
     Parameters
     ----------
     traces
-        Folder of .json traces, a .json file, or .jsonl with one session a line.
+        Traces of any form that `simulate` reads: a file, or a folder of files.
     url
         The server.
     concurrency
