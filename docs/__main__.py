@@ -48,6 +48,7 @@ TREE: dict[str, str] = {
     "replays": "recorded or generated agent sessions, driven through a server, and the report",
     "replays/data": "a sample trace and the word list of prompts",
     "replays/formats": "trace formats made of rows: Mooncake, Dynamo, and captures of this server",
+    "replays/tuner": "searches policies and parameters on recorded sessions, and judges the best on held-back ones",
     "replays/simulator": "vLLM's scheduler and block pool simulated in extents, driven by closed-loop traces",
     "benchmarks": "runnable comparisons, one table each",
     "benchmarks/ledger": "generated sessions, disconnects, long histories, a frozen Redis",

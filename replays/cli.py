@@ -28,9 +28,11 @@ from replays.server import ask_version
 from replays.simulator.command import simulate_command
 from replays.tables import report_tables
 from replays.traces import TraceError
+from replays.tuner.command import tune_command
 
 app = App(name="replays", help="Replay recorded agent sessions, report on replays, and generate sessions.")
 app.command(simulate_command, name="simulate")
+app.command(tune_command, name="tune")
 
 _ERRORS = Console(stderr=True, highlight=False)
 _OUTPUT = Console(highlight=False)

@@ -223,7 +223,8 @@ def _reports(scripts: Sequence[Script], options: Sequence[SimulationOptions], jo
 _shared: Sequence[Script] = ()
 
 
-def _share(scripts: Sequence[Script]) -> None:
+def share_scripts(scripts: Sequence[Script]) -> None:
+    """Starts a process that simulates on these."""
     global _shared
     _shared = scripts
 
@@ -235,7 +236,7 @@ def simulate_shared(options: SimulationOptions) -> SimulationReport:
 
 def worker_pool(scripts: Sequence[Script], jobs: int) -> multiprocessing.pool.Pool:
     """Processes that have `scripts` without copying them."""
-    return multiprocessing.get_context("fork").Pool(jobs, _share, (scripts,))
+    return multiprocessing.get_context("fork").Pool(jobs, share_scripts, (scripts,))
 
 
 def points_of(reports: Iterable[SimulationReport]) -> list[PointReport]:
