@@ -113,8 +113,8 @@ async def test_what_was_written_and_what_was_not_is_counted(capturing: tuple[Ser
     await play(served, upstream)
     await asyncio.to_thread(captured, served, folder, 5)
     text = served.server.metrics.text().decode()
-    assert "agentserve_captured_lines 5.0" in text
-    assert "agentserve_capture_dropped_lines 0.0" in text
+    assert "agentserve_captured_lines_total 5.0" in text
+    assert "agentserve_capture_dropped_lines_total 0.0" in text
     assert "agentserve_capture_writing 1.0" in text
 
 
