@@ -50,7 +50,7 @@ class Result:
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
-    figures: Mapping[str, float | None] = field(default_factory=dict)
+    figures: Mapping[str, object] = field(default_factory=dict)
     """Figures by name that stand at the top of the JSON."""
 
 
