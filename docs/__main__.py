@@ -21,6 +21,9 @@ from agentserve.canonical.table import CANONICAL_RULES
 from agentserve.cli import build_cli, settings_page
 from agentserve.doctor.table import DOCTOR_CHECKS
 from agentserve.identity import IDENTITY_HEADERS, HeaderRow
+from replays.simulator.profile_command import cells
+from replays.simulator.profile_command import summary as points_summary
+from replays.simulator.published import read_record
 from tests.cases import CASES, held_by
 
 ROOT = Path(__file__).parents[1]
@@ -47,6 +50,8 @@ TREE: dict[str, str] = {
     "model/data": "the nano model's chat template and multilingual text",
     "replays": "recorded or generated agent sessions, driven through a server, and the report",
     "replays/data": "a sample trace and the word list of prompts",
+    "replays/calibrate": "an engine's speed measured and fitted, for the simulator",
+    "replays/sim_engine": "the simulator behind vLLM's HTTP, metrics and KV events",
     "replays/simulator": "vLLM's scheduler and block pool simulated in extents, driven by closed-loop traces",
     "benchmarks": "runnable comparisons, one table each",
     "benchmarks/ledger": "generated sessions, disconnects, long histories, a frozen Redis",
@@ -203,6 +208,14 @@ def eviction() -> str:
     return "\n".join(rows) + "\n"
 
 
+def points() -> str:
+    """Published figures beside the simulator's, as `agentserve profiles --write` recorded them."""
+    record = read_record()
+    rows = ["| point | published | simulated | error | |", "|---|---|---|---|---|"]
+    rows += [f"| {row.name} | {' | '.join(cells(row))} |" for row in record]
+    return "\n".join([*rows, "", points_summary(record).capitalize() + "."]) + "\n"
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "tree": tree,
     "walk": walk,
@@ -212,6 +225,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "cases": cases,
     "checks": checks,
     "eviction": eviction,
+    "points": points,
 }
 
 
