@@ -28,7 +28,7 @@ def calibrate(
     max_num_seqs: PositiveInt = 256,
     longest: PositiveInt = 32_768,
     most_sequences: PositiveInt = 16,
-    decode_tokens: PositiveInt = 32,
+    decode_tokens: PositiveInt = 64,
     repeats: PositiveInt = 3,
 ) -> int:
     """Measure a running, idle vLLM and write its profile for `simulate` and `sim-engine`: prefill by length, decode by batch and context.

@@ -36,7 +36,7 @@ class Plan:
     """(context, new)."""
     sequences: tuple[int, ...] = (1, 2, 4, 8, 16)
     contexts: tuple[int, ...] = (256, 2048, 8192)
-    num_decode_tokens: int = 32
+    num_decode_tokens: int = 64
     repeats: int = 3
 
     def within(self, max_model_len: int, capacity_tokens: int) -> Plan:
@@ -135,8 +135,11 @@ class Meter:
             seconds.append(seen.arrivals[0] - seen.sent)
         return Measured("prefill", num_new, context, 1, median(seconds[1:]))
 
-    async def decode(self, num_sequences: int, context: int, num_tokens: int, repeats: int) -> Measured:
-        """Time of a step in which so many sequences decode: between events after the last of them has begun and before the first ends."""
+    async def decode(self, num_sequences: int, context: int, num_tokens: int, repeats: int) -> Measured | None:
+        """Time of a step in which so many sequences decode: between events after the last of them has begun and before the first ends.
+
+        None where they never decoded together.
+        """
         seconds: list[float] = []
         for number in range(repeats + 1):
             streams = await asyncio.gather(*(self.stream(self.prompt(context), num_tokens) for _ in range(num_sequences)))
@@ -146,7 +149,7 @@ class Meter:
             if number:
                 seconds += [(times[-1] - times[0]) / (len(times) - 1) for times in inside if len(times) > 2]
         if not seconds:
-            raise CalibrationError(f"{num_sequences} sequences of {context} tokens never decoded together; ask for more --decode-tokens")
+            return None
         return Measured("decode", 0, context + num_tokens // 2, num_sequences, median(seconds))
 
 
@@ -187,5 +190,9 @@ async def measure(url: str, plan: Plan, progress: Callable[[str], None]) -> tupl
             points.append(await meter.prefill(new, context, plan.repeats))
         for sequences, context in plan.decodes(facts.capacity_tokens):
             progress(f"decode of {sequences} × {context:,} tokens")
-            points.append(await meter.decode(sequences, context, plan.num_decode_tokens, plan.repeats))
+            point = await meter.decode(sequences, context, plan.num_decode_tokens, plan.repeats)
+            if point is None:
+                progress(f"{sequences} × {context:,} tokens never decoded together: left out (more --decode-tokens may help)")
+            else:
+                points.append(point)
         return facts, points
