@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 from msgspec import Raw
 from xxhash import xxh3_128
@@ -60,6 +60,20 @@ class Conversation(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """What the model may or must call: `names` only (None: any tool that is offered), one call at most with `single`."""
+
+    mode: Literal["auto", "none", "required"] = "auto"
+    names: tuple[str, ...] | None = None
+    single: bool = False
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the model may call what it likes."""
+        return self == ToolChoice()
+
+
+@dataclass(frozen=True, slots=True)
 class TurnOptions:
     """What the client asked for beside the history. `sampling` in the engine's own names; `max_tokens` None: what is left.
 
@@ -71,5 +85,10 @@ class TurnOptions:
     stop: tuple[str, ...] = ()
     priority: int | None = None
     xargs: Mapping[str, Json] = field(default_factory=dict)
+    tools: ToolChoice = ToolChoice()
+    logprobs: int | None = None
+    """How many likely tokens to name beside each token of the text; None: no log probabilities."""
+    num_choices: int = 1
+    """Answers to generate for the one prompt."""
     answer_id: str | None = None
     since: str | None = None

@@ -9,13 +9,32 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 
+class Sink(Protocol):
+    """Where a handler writes its answer. `started`: its status is out; `client_left`: nobody reads any more."""
+
+    @property
+    def started(self) -> bool: ...
+
+    @property
+    def client_left(self) -> bool: ...
+
+    def prepare(self, status: int, headers: Mapping[str, str]) -> None:
+        """Set what the first write will send ahead. May be called again until then."""
+        ...
+
+    async def write(self, body: bytes, *, more: bool = True) -> None:
+        """Send bytes, in the order of the calls; waits while the client reads slowly. After the last write it does nothing."""
+        ...
+
+
 class Wire:
-    """Where a handler writes its answer."""
+    """The connection of one client: what a handler writes goes out at once."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -51,6 +70,12 @@ class Wire:
             await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
 
+TAKEN = (
+    b'{"type":"error","error":{"type":"invalid_request_error","code":"sent_again","param":null,'
+    b'"message":"the same request was sent again, and its answer goes there"}}'
+)
+"""Told, in the form of every dialect, to a client whose answer another connection has taken over before it began."""
+
 Handler = Callable[[Wire], Awaitable[None]]
 
 
@@ -63,11 +88,23 @@ class Exchange(Response):
         self._handler = handler
         self._silence_seconds = silence_seconds
         self._keep_alive = keep_alive
+        self._work: asyncio.Future[None] | None = None
+        self._taken = False
+        self._gone: asyncio.Future[None] | None = None
+
+    def take(self) -> asyncio.Future[None] | None:
+        """The work on this answer, which ends here and is the caller's from now on; None if it has not begun or is over."""
+        if self._work is None or self._work.done() or self._taken:
+            return None
+        self._taken = True
+        if self._gone is not None:
+            self._gone.cancel()  # wakes the exchange, which has nothing left to do
+        return self._work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         wire = Wire(send)
-        work = asyncio.ensure_future(self._handler(wire))
-        gone = asyncio.ensure_future(_disconnected(receive))
+        work = self._work = asyncio.ensure_future(self._handler(wire))
+        gone = self._gone = asyncio.ensure_future(_disconnected(receive))
         stopped = False
         try:
             while not work.done() and not gone.done():
@@ -79,9 +116,14 @@ class Exchange(Response):
         finally:
             wire.client_left = gone.done()
             gone.cancel()
-            work.cancel()
-            with suppress(asyncio.CancelledError):
-                await work
+            if not self._taken:
+                self._taken = True  # too late for anybody else
+                work.cancel()
+                with suppress(asyncio.CancelledError):
+                    await work
+            elif not wire.started:
+                wire.prepare(410, {"content-type": "application/json"})  # SDKs do not send a request again for this one
+                await wire.write(TAKEN, more=False)
         if stopped and not wire.finished:
             raise asyncio.CancelledError
 

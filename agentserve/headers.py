@@ -1,4 +1,4 @@
-"""Response headers, and JSON written through a `Wire`."""
+"""Response headers, and JSON written to a `Sink`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from agentserve.exchange import Wire
+from agentserve.exchange import Sink
+from agentserve.sessions import TurnKind
 from agentserve.turns import Plan
 from prefix_cache.hits import TurnHits
 
@@ -23,11 +24,16 @@ EVENT_STREAM: Mapping[str, str] = {
 def plan_headers(plan: Plan, hits: TurnHits | None = None) -> dict[str, str]:
     """Session, kind of turn and hit figures in tokens. Unknown figures are absent; `hits` adds what only the end of a turn knows."""
     known = hits or plan.hits
+    if plan.kind is TurnKind.PASSED:
+        actual = {} if known.actual is None else {"x-agentserve-cached-tokens": str(known.actual)}
+        return {"x-agentserve-session": plan.session_id, "x-agentserve-turn": plan.kind.value, **actual}
     figures = {
         "x-agentserve-ceiling-tokens": known.ceiling,
         "x-agentserve-ceiling-block-tokens": known.ceiling_blocks,
         "x-agentserve-predicted-tokens": known.predicted,
+        "x-agentserve-external-predicted-tokens": known.external_predicted,
         "x-agentserve-cached-tokens": known.actual,
+        "x-agentserve-external-tokens": known.external,
     }
     rules = ",".join(f"{rule}={effect.count}" for rule, effect in plan.canonicalised.items())
     return {
@@ -39,7 +45,7 @@ def plan_headers(plan: Plan, hits: TurnHits | None = None) -> dict[str, str]:
     }
 
 
-async def write_json(wire: Wire, body: Any, *, status: int, headers: Mapping[str, str]) -> None:
+async def write_json(wire: Sink, body: Any, *, status: int, headers: Mapping[str, str]) -> None:
     """Send a whole JSON answer."""
     wire.prepare(status, {**JSON, **headers})
     await wire.write(msgspec.json.encode(body), more=False)

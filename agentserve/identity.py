@@ -1,6 +1,7 @@
 """Who is speaking: the session and its parent, from the headers that known clients already send.
 
-The first row of the table whose session header is present decides. Without any, the ledger finds the session by what it contains.
+The first row of the table whose session header is present decides, then the first field of the body. Without any, the ledger finds the
+session by what it contains.
 `x-request-id` is in no row on purpose: it names one request, never a session.
 """
 
@@ -53,6 +54,23 @@ IDENTITY_HEADERS: tuple[HeaderRow, ...] = (
     HeaderRow("AIBrix users", "x-aibrix-session-key"),
     HeaderRow("AgentX", "x-correlation-id", user_agent="aiperf"),
     HeaderRow("Pi", "x-client-request-id", user_agent="pi"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BodyField:
+    """A field of the body, by its path, in which `client` names its session."""
+
+    client: str
+    path: tuple[str, ...]
+
+
+BODY_FIELDS: tuple[BodyField, ...] = (
+    BodyField("any", ("session_id",)),
+    BodyField("users of SGLang and of vLLM's router", ("session_params", "session_id")),
+    BodyField("LiteLLM, and Cline through it", ("litellm_session_id",)),
+    BodyField("LiteLLM", ("metadata", "session_id")),
+    BodyField("ThunderAgent", ("program_id",)),
 )
 
 

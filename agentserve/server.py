@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from agentserve.cache import CacheBooks
+from agentserve.deliveries import Deliveries
 from agentserve.dialects.responses_store import ResponseStore
 from agentserve.engines import Engine
 from agentserve.errors import NotFound, Unauthorized
+from agentserve.media import MediaTurns
 from agentserve.metrics import Metrics
 from agentserve.sessions import Namespace, Namespaces
 from agentserve.settings import Settings
@@ -27,6 +29,8 @@ class Server:
     books: CacheBooks
     metrics: Metrics
     responses: ResponseStore
+    deliveries: Deliveries
+    media: MediaTurns
     created: int
 
     @property

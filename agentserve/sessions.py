@@ -31,6 +31,8 @@ class TurnKind(StrEnum):
     """The client took back its last turns and asks again."""
     INEXACT = "inexact"
     """It goes on from a history with an answer that this server has no ids of; those are encoded from text."""
+    PASSED = "passed"
+    """It holds media and went to the engine's own chat route: nothing is known of its tokens but what the engine says."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@
                 what the canonicaliser took out of the head is told in a note behind the newest message, where it changed
     2  render   only the new items become tokens (long ones off the event loop) and join the branch
     3  predict  what could be a prefix hit, and what the mirror says will be one
-    4  admit    a ticket for what the turn adds; without room the turn waits
+    4  admit    while another turn computes the same head, wait for it; then a ticket for what the turn adds, or a wait without room
     5  generate ids out, ids in; each step is parsed into reasoning, text and tool calls
     6  commit   generated ids join the ledger as they are; hits and miss causes are booked; the ticket goes back
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from admission.requests import AdmissionRequest
 from agentserve.answers import kept_of
@@ -26,14 +26,19 @@ from agentserve.conversation import Conversation, TurnOptions
 from agentserve.divergence import Divergence, divergence, volatile
 from agentserve.engines import Chunk, Engine, GenerateRequest, Usage
 from agentserve.errors import ContextTooLong, EngineError
+from agentserve.heads import HeadBreak
 from agentserve.identity import Identity
 from agentserve.ledger import Node
+from agentserve.logprobs import LogprobTrail
 from agentserve.places import Place, Places
+from agentserve.prompt import FlatPrompt
 from agentserve.records import TurnLog, TurnRecord
 from agentserve.sessions import Namespace, Namespaces, Relation, Session, TurnKind
 from agentserve.state.recall import Recall
 from agentserve.state.stored import StoredSessions
 from agentserve.stops import StopCutter
+from agentserve.tool_rules import sampling_of
+from agentserve.twins import TwinRoom
 from agentserve.waiting import WaitingRoom
 from model.chat import ChatFormat, Delta, OutputParser, ReasoningDelta
 from model.conversation import AssistantItem
@@ -57,6 +62,8 @@ class Plan:
     """Where the client changed its history: messages behind the head that are as they were before."""
     divergence: Divergence | None = None
     """Where the prompt leaves the session's history."""
+    head_break: HeadBreak | None = None
+    """Where a head that is new leaves the known one that is most like it."""
     since: PromptChange | None = None
     """What has changed since the answer that the client names; None if it names none."""
 
@@ -114,13 +121,14 @@ class Turn:
         self._relation = relation
         self._estimate = estimate
         self._request = request
-        self._answer_id = options.answer_id
+        self._options = options
         self._times = times
         self._generated: list[int] = []
         self._kept: asyncio.Future[bool] | None = None
         self._num_reasoning_tokens = 0
         self._last: Chunk = Chunk()
         self._prefilled = False
+        self._others: list[Turn] = []
         self.outcome: Outcome | None = None
         self.parser: OutputParser = turns.chat.parser(place.node.head.tools)
         self.plan = Plan(
@@ -132,6 +140,7 @@ class Turn:
             place.form.effects,
             place.num_known if relation.kind is TurnKind.EDITED else None,
             _divergence(session, place, relation, estimate),
+            place.head_break,
             _since(namespace, session, place, options.since),
         )
         self._sent: Sent = turns.books.send(estimate)  # last: from here on there is something to give back
@@ -139,15 +148,17 @@ class Turn:
     async def deltas(self, stop: tuple[str, ...] = ()) -> AsyncGenerator[list[Delta], None]:
         """What the model says, as it says it; the engine's request is aborted if the iteration is closed early."""
         cutter = StopCutter(stop)
+        num_top = self._request.logprobs
+        trail = None if num_top is None else LogprobTrail(self._turns.tokenizer, num_top, cut=bool(stop))
         async with aclosing(self._turns.engine.generate(self._request)) as chunks:
             async for chunk in chunks:
                 self._take(chunk)
-                parsed = self.parser.feed(chunk.ids)
+                parsed = self.parser.feed(chunk.ids) if trail is None else trail.feed(chunk, self.parser)
                 if parsed and isinstance(parsed[0], ReasoningDelta):
                     self._num_reasoning_tokens += len(chunk.ids)
                 shown = cutter.feed(parsed)
                 if shown:
-                    yield shown
+                    yield shown if trail is None else trail.attach(shown)
         if self._last.finish_reason is None:
             raise EngineError("the engine ended the stream without a finish reason")
         self._check_count()
@@ -156,10 +167,28 @@ class Turn:
         if self._kept is not None and self._turns.stored is not None:
             await self._turns.stored.settled(self._kept)  # before the client can send the next turn to another server
         if shown:
-            yield shown
+            yield shown if trail is None else trail.attach(shown)
+
+    def another(self, number: int) -> Turn:
+        """Another answer to the same prompt, the `number`-th; to be made once the engine has computed that. Ends when this turn does."""
+        request = self._request
+        sampling = dict(request.sampling)
+        if isinstance(seed := sampling.get("seed"), int):
+            sampling["seed"] = seed + number  # as vLLM does
+        prompt = self._place_prompt()
+        estimate = self._turns.books.estimate(prompt)
+        relation = Relation(TurnKind.RETRY, len(prompt.ids), len(prompt.ids))
+        request = replace(request, request_id=self._turns.new_id(), sampling=sampling)
+        options = replace(self._options, answer_id=None, since=None)
+        now = self._turns.clock()
+        turn = Turn(self._turns, self._session, self._namespace, self._place, relation, estimate, request, options, Times(now, now))
+        self._others.append(turn)
+        return turn
 
     def abandon(self) -> None:
         """Commit what was generated before the turn broke off. Does nothing more after a whole turn."""
+        for other in self._others:
+            other.abandon()
         self._turns.books.prefilled(self._sent)
         if self.outcome is None and self._generated:
             self.parser.finish()
@@ -179,10 +208,16 @@ class Turn:
             self._prefilled = True
             self._times.first_token = self._turns.clock()
             books.prefilled(self._sent)
-            prompt = self._session.prompt
-            prompt.move_to(self._place.node)
-            prompt.extend(self._place.open_ids)
+            prompt = self._place_prompt()
             books.computed(prompt, len(prompt.ids))
+            self._turns.twins.computed(self._request.request_id)
+
+    def _place_prompt(self) -> FlatPrompt:
+        """The session's prompt, brought to where this turn begins."""
+        prompt = self._session.prompt
+        prompt.move_to(self._place.node)
+        prompt.extend(self._place.open_ids)
+        return prompt
 
     def _seen(self, item: AssistantItem) -> tuple[list[int], list[int]]:
         """The generated ids that `item` shows whole, and those of what it shows of the next one."""
@@ -209,8 +244,8 @@ class Turn:
             ids = [*self._place.open_ids, *computed, *rest]
             node = self._namespace.ledger.append(self._place.node, (item,), ids, generated=True)
             lives_on = self._namespace.advance(self._session, node)
-            if lives_on and self._answer_id is not None:
-                self._session.name_answer(self._answer_id, node)
+            if lives_on and self._options.answer_id is not None:
+                self._session.name_answer(self._options.answer_id, node)
             if lives_on and self._turns.stored is not None:
                 self._kept = self._turns.stored.keep(self._namespace, self._session)
         prompt.move_to(node if not rest else self._place.node)
@@ -242,6 +277,7 @@ class Turn:
             len(self._generated),
             hits,
             self.plan.divergence,
+            self.plan.head_break,
         )
 
 
@@ -249,9 +285,12 @@ def _divergence(session: Session, place: Place, relation: Relation, estimate: Es
     """Where the prompt leaves what its session had, or what was known under a head that differs in volatile content only."""
     if estimate.volatile_tokens:
         return volatile(estimate.ceiling, estimate.volatile_tokens)
-    if relation.kind not in (TurnKind.EDITED, TurnKind.RETRY):
+    if relation.kind in (TurnKind.EDITED, TurnKind.RETRY):
+        history = session.nearest_tip(place.matched)[0]
+    elif relation.kind is TurnKind.INEXACT and session.tip is not None and session.tip.head is not place.node.head:
+        history = session.tip  # under a head that was known before, with what was answered under another
+    else:
         return None
-    history = session.nearest_tip(place.matched)[0]
     return divergence(history, place.node) if history is not None else None
 
 
@@ -277,6 +316,7 @@ class Turns:
         namespaces: Namespaces,
         books: CacheBooks,
         room: WaitingRoom,
+        twins: TwinRoom,
         canonicaliser: Canonicaliser,
         clock: Callable[[], float],
         new_id: Callable[[], str],
@@ -291,11 +331,12 @@ class Turns:
         self.namespaces = namespaces
         self.books = books
         self.room = room
+        self.twins = twins
         self.stored = stored
         self.log = log
         self.clock = clock
         self.wall_clock = wall_clock
-        self._new_id = new_id
+        self.new_id = new_id
 
     @asynccontextmanager
     async def turn(
@@ -315,18 +356,24 @@ class Turns:
         recall = Recall(self.stored, namespace, identity) if self.stored is not None else None
         place = await self._places.find(conversation, namespace.ledger, onto, named, recall)
         turn: Turn | None = None
-        session = namespace.resolve(identity, place.matched, self.clock(), self._new_id)
+        session = namespace.resolve(identity, place.matched, self.clock(), self.new_id)
         namespace.own(place.node, session)
         session.running += 1
         try:
             relation = session.relation(place.matched, more=place.more, foreign=place.foreign)
             request, estimate = self._request(session, namespace, place, options)
+            known = self.books.num_known_blocks(estimate)
+            computed = await self.twins.wait(estimate.hashes, known)
+            if computed > known:
+                request, estimate = self._request(session, namespace, place, options)
             resident = estimate.predicted or 0
-            charge = estimate.num_prompt_tokens - resident + request.max_tokens
-            async with self.room.ticket(AdmissionRequest(request.request_id, session.id, charge, resident)):
-                times.granted = self.clock()
-                turn = Turn(self, session, namespace, place, relation, estimate, request, options, times)
-                yield turn
+            charge = estimate.num_prompt_tokens - resident + request.max_tokens * options.num_choices
+            admission = AdmissionRequest(request.request_id, session.id, charge, resident)
+            with self.twins.computing(request.request_id, estimate.hashes, max(computed, self.books.num_known_blocks(estimate))):
+                async with self.room.ticket(admission):
+                    times.granted = self.clock()
+                    turn = Turn(self, session, namespace, place, relation, estimate, request, options, times)
+                    yield turn
         finally:
             if turn is not None:
                 turn.abandon()
@@ -347,16 +394,19 @@ class Turns:
         prompt.move_to(place.node)
         prompt.extend(place.open_ids)
         estimate = self.books.estimate(prompt, place.twin_end)
+        sampling = sampling_of(options, self.chat, place.node.head.tools)
         request = GenerateRequest(
-            request_id=self._new_id(),
+            request_id=self.new_id(),
             prompt_json=prompt.json,
             num_prompt_tokens=len(prompt.ids),
             max_tokens=self._max_tokens(len(prompt.ids), options.max_tokens),
-            sampling={**options.sampling, **({"stop": list(options.stop)} if options.stop else {})},
+            sampling=sampling.fields,
             session_id=session.id,
             priority=options.priority,
             cache_salt=namespace.salt,
             xargs=options.xargs,
+            logprobs=options.logprobs,
+            constrains_reasoning=sampling.constrained,
         )
         return request, estimate
 

@@ -20,7 +20,7 @@ from agentserve import turns
 from agentserve.canonical.table import CANONICAL_RULES
 from agentserve.cli import build_cli, settings_page
 from agentserve.doctor.table import DOCTOR_CHECKS
-from agentserve.identity import IDENTITY_HEADERS, HeaderRow
+from agentserve.identity import BODY_FIELDS, IDENTITY_HEADERS, HeaderRow
 from replays.simulator.profile_command import cells
 from replays.simulator.profile_command import summary as points_summary
 from replays.simulator.published import read_record
@@ -40,6 +40,7 @@ TREE: dict[str, str] = {
     "agentserve/routes": "HTTP routes: parse, hand over, write",
     "agentserve/state": "sessions in Redis or Valkey, so that any server can take the next turn",
     "prefix_cache": "blocks, ceiling, mirror of the engine's cache, hit accounting; no I/O",
+    "prefix_cache/tiers": "what offload tiers behind the GPU hold, chunk by chunk",
     "admission": "which turn may start; no I/O",
     "admission/eviction": "which blocks leave first",
     "admission/policies": "admission policies by name",
@@ -59,12 +60,12 @@ TREE: dict[str, str] = {
     "tests/upstream": "a scripted vLLM: HTTP and KV events as the real one sends them",
     "tests/data": "files that tests compare with",
     "docs": "guide, concepts, reference; `make docs` writes what derives from code",
-    "docs/guide": "how to start, serve a real vLLM, replay, connect clients, operate",
+    "docs/guide": "how to start, serve a real vLLM, offload, replay, connect clients, operate",
     "docs/concepts": "ledger, sessions, state, canonicaliser, hit accounting, retention, replays, embedded engine",
     "docs/reference": "settings, command line, HTTP, errors, metrics, report, policies, cases from the field",
     "deploy": "images for docker-compose.yml",
-    "requirements": "pinned packages: with the CPU engine (all) and without (core)",
-    "docker-compose.yml": "profiles cpu and mi355x, each a whole deployment",
+    "requirements": "pinned packages: with the CPU engine (all), without (core), LMCache (offload)",
+    "docker-compose.yml": "profiles cpu, cpu-offload and mi355x, each a whole deployment",
     "Makefile": "serve, test, replay, bench, check, docs, lock",
     "pyproject.toml": "package, lint, types, import contracts",
     "CHANGELOG.md": "what changed",
@@ -216,10 +217,17 @@ def points() -> str:
     return "\n".join([*rows, "", points_summary(record).capitalize() + "."]) + "\n"
 
 
+def body_fields() -> str:
+    """The fields of the body that name a session."""
+    lines = ["| field | client |", "|---|---|"]
+    return "\n".join([*lines, *(f"| `{'.'.join(row.path)}` | {row.client} |" for row in BODY_FIELDS)])
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "tree": tree,
     "walk": walk,
     "identity": identity,
+    "body_fields": body_fields,
     "rules": rules,
     "commands": commands,
     "cases": cases,

@@ -180,8 +180,7 @@ def test_what_is_wrong_is_named(body: dict[str, Any], at: str) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"tool_choice": {"type": "any"}},
-        {"tool_choice": {"type": "tool", "name": "f"}},
+        {"tool_choice": {"type": "some"}},
         {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
         {"messages": [USER, {"role": "assistant", "content": "pre"}]},
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}]},

@@ -118,6 +118,9 @@ def test_lone_surrogates_become_replacement_characters_and_pairs_stay() -> None:
         (b'{"messages": [{"role": "user"}], "max_completion_tokens": "7"}', "max_completion_tokens"),
         (b'{"messages": [{"role": "user"}], "stop": [""]}', "stop"),
         (b'{"messages": [{"role": "user"}], "n": 0}', "n"),
+        (b'{"messages": [{"role": "user"}], "n": 129}', "n"),
+        (b'{"messages": [{"role": "user"}], "top_logprobs": 2}', "top_logprobs"),
+        (b'{"messages": [{"role": "user"}], "logprobs": true, "top_logprobs": 21}', "top_logprobs"),
         (b'{"messages": [{"role": "user"}], "tools": {}}', "tools"),
         (b'{"messages": [{"role": "user"}], "response_format": {"type": "xml"}}', "response_format"),
         (b'{"messages": ' + b"[" * 100_000, None),
@@ -135,9 +138,8 @@ def test_what_is_wrong_is_refused_by_name(body: bytes, param: str | None) -> Non
 @pytest.mark.parametrize(
     "fields",
     [
-        {"n": 2},
-        {"logprobs": True},
-        {"tool_choice": "required"},
+        {"prompt_logprobs": 0},
+        {"tool_choice": "some"},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         {"messages": [USER, {"role": "assistant", "content": "so far"}]},
         {"tools": [{"type": "web_search", "function": {"name": "w"}}]},

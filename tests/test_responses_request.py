@@ -138,6 +138,7 @@ def test_options_are_in_the_engines_names() -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_text", "text": 3}]}]}, "input[0].content[0].text"),
         ({"input": [{"role": "system", "content": "s"}]}, "input"),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": "x", "top_logprobs": 21}, "top_logprobs"),
         ({"input": "x", "stop": [""]}, "stop"),
         ({"input": "x", "tools": [{"type": "function"}]}, "tools"),
         ({"input": "x", "text": {"format": {"type": "grammar"}}}, "text.format"),
@@ -153,15 +154,14 @@ def test_what_is_wrong_is_named(body: dict[str, Any], at: str | None) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"tool_choice": "required"},
-        {"tool_choice": {"type": "function", "name": "f"}},
+        {"tool_choice": "some"},
+        {"tool_choice": {"type": "web_search"}},
         {"tools": [{"type": "custom", "name": "apply_patch"}]},
         {"input": [USER, call("c")]},
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
         {"background": True},
         {"conversation": "conv_1"},
         {"prompt": {"id": "p"}},
-        {"top_logprobs": 3},
     ],
 )
 def test_what_is_not_supported_is_refused(fields: dict[str, Any]) -> None:

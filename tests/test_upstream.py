@@ -335,6 +335,7 @@ class BracketFormat:
 
     name = "bracket"
     stop_ids: tuple[int, ...] = (1,)
+    call_ids: tuple[int, ...] = ()
 
     def __init__(self, opens_reasoning: bool) -> None:
         self._opening: list[Piece] = ["assistant:", "think("] if opens_reasoning else ["assistant:"]
@@ -355,6 +356,9 @@ class BracketFormat:
 
     def parser(self, tools: Sequence[Tool]) -> OutputParser:
         raise NotImplementedError
+
+    def call_constraint(self, tools: Sequence[Tool], *, required: bool, single: bool) -> None:
+        return None
 
 
 class PieceBytes(ByteRenderer):

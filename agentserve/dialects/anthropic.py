@@ -17,6 +17,7 @@ from agentserve.conversation import TurnOptions, running_digests
 from agentserve.dialects.json_body import decode_body, decode_part
 from agentserve.dialects.openai_chat import in_call_order, parse_arguments
 from agentserve.dialects.sampling import SamplingFields, sampling
+from agentserve.dialects.tool_choice import anthropic_tool_choice
 from agentserve.errors import InvalidRequest, Unsupported
 from model.conversation import AssistantItem, Head, Item, Json, SystemItem, Tool, ToolCall, ToolResultItem, UserItem
 
@@ -38,7 +39,6 @@ class MessagesRequest(SamplingFields, kw_only=True):
     tool_choice: dict[str, Any] | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = None
-    metadata: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
     diagnostics: Diagnostics | None = None
 
@@ -84,9 +84,6 @@ def parse(body: bytes) -> MessagesRequest:
     request = decode_body(_request, body)
     if not request.messages:
         raise InvalidRequest("messages must hold at least one message", param="messages")
-    choice = request.tool_choice
-    if choice is not None and choice.get("type") not in ("auto", "none"):
-        raise Unsupported(f"tool_choice of type {choice.get('type')!r} is not supported: use 'auto' or 'none'", param="tool_choice")
     return request
 
 
@@ -101,8 +98,16 @@ def options(request: MessagesRequest, answer_id: str | None = None) -> TurnOptio
         raise InvalidRequest("stop_sequences must not hold an empty string", param="stop_sequences")
     asked = sampling(request, _structured(request.output_config))
     since = request.diagnostics.previous_message_id if request.diagnostics is not None else None
-    named = answer_id if request.diagnostics is not None else None
-    return TurnOptions(request.max_tokens, asked, stop, request.priority, request.vllm_xargs or {}, named, since)
+    return TurnOptions(
+        max_tokens=request.max_tokens,
+        sampling=asked,
+        stop=stop,
+        priority=request.priority,
+        xargs=request.vllm_xargs or {},
+        tools=anthropic_tool_choice(request.tool_choice),
+        answer_id=answer_id if request.diagnostics is not None else None,
+        since=since,
+    )
 
 
 def _structured(config: dict[str, Any] | None) -> dict[str, Json] | None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from model.chat import CallArguments, CallStart, Delta, ReasoningDelta, TextDelta
+from model.chat import CallArguments, CallStart, Delta, ReasoningDelta, TextDelta, TokenLogprob
 
 Kind: TypeAlias = Literal["reasoning", "text", "call"]
 
@@ -20,6 +20,7 @@ class Block:
     text: str = ""
     call_id: str = ""
     name: str = ""
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class Grown:
 
     block: Block
     fragment: str
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +56,14 @@ class BlockCutter:
         self.blocks: list[Block] = []
         self._open: Block | None = None
         self._parts: list[str] = []
+        self._logprobs: list[TokenLogprob] = []
 
     def feed(self, deltas: Iterable[Delta]) -> Iterator[Change]:
         """The changes that `deltas` make."""
         for delta in deltas:
             match delta:
-                case TextDelta(text):
-                    yield from self._text("text", text)
+                case TextDelta(text, logprobs):
+                    yield from self._text("text", text, logprobs)
                 case ReasoningDelta(text):
                     yield from self._text("reasoning", text)
                 case CallStart(_, call_id, name):
@@ -71,25 +74,26 @@ class BlockCutter:
     def finish(self) -> Iterator[Change]:
         """Close the last block."""
         if self._open is not None:
-            block = Block(self._open.index, self._open.kind, "".join(self._parts), self._open.call_id, self._open.name)
+            block = replace(self._open, text="".join(self._parts), logprobs=tuple(self._logprobs))
             self._open = None
             self.blocks.append(block)
             yield Closed(block)
 
-    def _text(self, kind: Kind, text: str) -> Iterator[Change]:
+    def _text(self, kind: Kind, text: str, logprobs: tuple[TokenLogprob, ...] = ()) -> Iterator[Change]:
         if self._open is None or self._open.kind != kind:
             yield from self._begin(kind)
-        yield self._grow(text)
+        self._logprobs += logprobs
+        yield self._grow(text, logprobs)
 
     def _begin(self, kind: Kind, call_id: str = "", name: str = "") -> Iterator[Change]:
         yield from self.finish()
-        self._open, self._parts = Block(len(self.blocks), kind, "", call_id, name), []
+        self._open, self._parts, self._logprobs = Block(len(self.blocks), kind, "", call_id, name), [], []
         yield Opened(self._open)
 
-    def _grow(self, fragment: str) -> Grown:
+    def _grow(self, fragment: str, logprobs: tuple[TokenLogprob, ...] = ()) -> Grown:
         assert self._open is not None, "arguments without a call"
         self._parts.append(fragment)
-        return Grown(self._open, fragment)
+        return Grown(self._open, fragment, logprobs)
 
     def say_something(self) -> Iterator[Change]:
         """Begin an empty text if nothing has been said, for dialects where an answer without a block would not be sent back."""

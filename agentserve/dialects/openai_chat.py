@@ -16,13 +16,16 @@ import xxhash
 from agentserve.conversation import TurnOptions, running_digests
 from agentserve.dialects.json_body import decode_body, decode_part, is_deep
 from agentserve.dialects.known_bodies import BodyScan, KnownBodies
+from agentserve.dialects.logprob_form import num_top
 from agentserve.dialects.sampling import SamplingFields, sampling
+from agentserve.dialects.tool_choice import openai_tool_choice
 from agentserve.errors import InvalidRequest, Unsupported
 from model.conversation import AssistantItem, Head, Item, Json, SystemItem, Tool, ToolCall, ToolResultItem, UserItem
 
 T = TypeVar("T")
 HEAD_ROLES = ("system", "developer")
 TOOL_ROLES = ("tool", "function")
+MAX_CHOICES = 128
 
 
 class StreamOptions(msgspec.Struct):
@@ -36,6 +39,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     model: str | None = None
     tools: msgspec.Raw = msgspec.Raw()
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
@@ -43,6 +47,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     n: int | None = None
     stop: str | list[str] | None = None
     logprobs: bool | None = None
+    top_logprobs: int | None = None
     prompt_logprobs: int | None = None
     response_format: dict[str, Any] | None = None
 
@@ -127,15 +132,12 @@ def _decoded(body: bytes) -> ChatRequest | None:
 
 
 def _refuse_unsupported(request: ChatRequest) -> None:
-    if request.n is not None and request.n != 1:
-        if request.n < 1:
-            raise InvalidRequest(f"n must be 1, not {request.n}", param="n")
-        raise Unsupported("n > 1 is not supported: send the request again for another answer", param="n")
-    if request.logprobs or request.prompt_logprobs is not None:
-        raise Unsupported("logprobs are not supported on this route", param="logprobs")
-    choice = request.tool_choice
-    if choice is not None and choice not in ("auto", "none"):
-        raise Unsupported(f"tool_choice {choice!r} is not supported: use 'auto' or 'none'", param="tool_choice")
+    if request.n is not None and not 1 <= request.n <= MAX_CHOICES:
+        raise InvalidRequest(f"n must be from 1 to {MAX_CHOICES}, not {request.n}", param="n")
+    if request.prompt_logprobs is not None:  # the engine would have to compute the whole prompt again
+        raise Unsupported("prompt_logprobs are not supported: a prompt's cached part has none", param="prompt_logprobs")
+    if request.top_logprobs and not request.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options is for streams only: leave it out, or send stream: true", param="stream_options")
     for name in ("max_tokens", "max_completion_tokens"):
@@ -151,7 +153,9 @@ def options(request: ChatRequest) -> TurnOptions:
         raise InvalidRequest("stop must not hold an empty string", param="stop")
     limit = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     said = sampling(request, _structured(request.response_format))
-    return TurnOptions(limit, said, stop, request.priority, request.vllm_xargs or {})
+    choice = openai_tool_choice(request.tool_choice, request.parallel_tool_calls)
+    top = num_top(bool(request.logprobs), request.top_logprobs)
+    return TurnOptions(limit, said, stop, request.priority, request.vllm_xargs or {}, choice, top, request.n or 1)
 
 
 def _structured(form: dict[str, Any] | None) -> dict[str, Json] | None:
@@ -220,6 +224,11 @@ class ChatConversation:
         """Let a later body that begins like this one be read from its end on."""
         num_messages = self._num_before + len(self._messages)
         scan.remember(start, end, num_messages=num_messages, num_head_messages=self._num_head, chain=self._digest)
+
+    @property
+    def messages(self) -> list[msgspec.Raw]:
+        """The messages at hand, as they were sent."""
+        return self._messages
 
     def whole(self) -> ChatConversation:
         """The same conversation with every message at hand."""

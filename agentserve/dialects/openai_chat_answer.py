@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
 from agentserve.dialects.account import account
 from agentserve.dialects.errors import error_body
+from agentserve.dialects.logprob_form import written
 from agentserve.errors import AgentserveError
 from agentserve.turns import Outcome, Plan
 from model.chat import CallArguments, CallStart, Delta, ReasoningDelta, TextDelta
@@ -23,12 +24,17 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class ChatAnswer:
-    """Writes one answer. `created` in Unix seconds."""
+    """Writes one answer, or one of several choices. `created` in Unix seconds."""
 
     id: str
     model: str
     created: int
     include_usage: bool = False
+    index: int = 0
+
+    def choice(self, index: int) -> ChatAnswer:
+        """The writer of another choice of the same answer."""
+        return replace(self, index=index)
 
     @property
     def keep_alive(self) -> bytes:
@@ -41,14 +47,21 @@ class ChatAnswer:
 
     def deltas(self, deltas: list[Delta]) -> bytes:
         """One event for each delta."""
-        return b"".join(self._event(_delta(delta)) for delta in deltas)
+        return b"".join(self._event(_delta(delta), logprobs=_logprobs((delta,))) for delta in deltas)
 
     def closing(self, plan: Plan, outcome: Outcome) -> bytes:
         """The finish reason, the usage if asked for, and the end mark."""
-        finish = self._event({}, outcome.finish_reason, outcome.stop_reason)
+        return self.finish(outcome) + self.end(plan, [outcome])
+
+    def finish(self, outcome: Outcome) -> bytes:
+        """The event that ends this choice."""
+        return self._event({}, outcome.finish_reason, outcome.stop_reason)
+
+    def end(self, plan: Plan, outcomes: Sequence[Outcome]) -> bytes:
+        """What follows the end of the last choice; `outcomes` are those of all choices."""
         if not self.include_usage:
-            return finish + DONE
-        return finish + _sse({**self._frame("chat.completion.chunk"), "choices": [], "usage": usage(plan, outcome)}) + DONE
+            return DONE
+        return _sse({**self._frame("chat.completion.chunk"), "choices": [], "usage": usage(plan, outcomes)}) + DONE
 
     def failure(self, error: AgentserveError) -> bytes:
         """An error after the first byte: an error event, and no end mark, as nothing ended well."""
@@ -60,20 +73,33 @@ class ChatAnswer:
 
     def whole(self, plan: Plan, outcome: Outcome, deltas: Iterable[Delta]) -> bytes:
         """The body of an answer that is not streamed; `deltas` are all of it, for the model's own text of its arguments."""
-        choice = {
-            "index": 0,
-            "message": message(outcome.item, argument_texts(deltas)),
-            "logprobs": None,
-            "finish_reason": outcome.finish_reason,
-            "stop_reason": outcome.stop_reason,
-        }
-        return _encode({**self._frame("chat.completion"), "choices": [choice], "usage": usage(plan, outcome)})
+        return self.whole_choices(plan, [(outcome, list(deltas))])
+
+    def whole_choices(self, plan: Plan, choices: Sequence[tuple[Outcome, Sequence[Delta]]]) -> bytes:
+        """The same for the choices of one prompt, in their order."""
+        shown = [
+            {
+                "index": index,
+                "message": message(outcome.item, argument_texts(deltas)),
+                "logprobs": _logprobs(deltas),
+                "finish_reason": outcome.finish_reason,
+                "stop_reason": outcome.stop_reason,
+            }
+            for index, (outcome, deltas) in enumerate(choices)
+        ]
+        return _encode({**self._frame("chat.completion"), "choices": shown, "usage": usage(plan, [outcome for outcome, _ in choices])})
 
     def _frame(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def _event(self, delta: dict[str, Any], finish_reason: str | None = None, stop_reason: str | int | None = None) -> bytes:
-        choice: dict[str, Any] = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+    def _event(
+        self,
+        delta: dict[str, Any],
+        finish_reason: str | None = None,
+        stop_reason: str | int | None = None,
+        logprobs: dict[str, Any] | None = None,
+    ) -> bytes:
+        choice: dict[str, Any] = {"index": self.index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         if stop_reason is not None:
             choice["stop_reason"] = stop_reason
         return _sse({**self._frame("chat.completion.chunk"), "choices": [choice]})
@@ -103,18 +129,26 @@ def message(item: AssistantItem, arguments: Sequence[str]) -> dict[str, Any]:
     return shown
 
 
-def usage(plan: Plan, outcome: Outcome) -> dict[str, Any]:
-    """The engine's counts, and the account of this turn under `agentserve`. What is unknown is absent, not zero."""
-    hits = outcome.hits
+def usage(plan: Plan, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """The engine's counts, and the account of this turn under `agentserve`. What is unknown is absent, not zero.
+
+    Of several choices the generated tokens add up; the prompt and its account are the first one's, which computed it for all.
+    """
+    num_generated = sum(outcome.num_generated_tokens for outcome in outcomes)
     shown: dict[str, Any] = {
         "prompt_tokens": plan.num_prompt_tokens,
-        "completion_tokens": outcome.num_generated_tokens,
-        "total_tokens": plan.num_prompt_tokens + outcome.num_generated_tokens,
+        "completion_tokens": num_generated,
+        "total_tokens": plan.num_prompt_tokens + num_generated,
     }
-    if hits.actual is not None:
-        shown["prompt_tokens_details"] = {"cached_tokens": hits.actual}
-    shown["agentserve"] = account(plan, outcome)
+    if outcomes[0].hits.actual is not None:
+        shown["prompt_tokens_details"] = {"cached_tokens": outcomes[0].hits.actual}
+    shown["agentserve"] = account(plan, outcomes[0])
     return shown
+
+
+def _logprobs(deltas: Iterable[Delta]) -> dict[str, Any] | None:
+    tokens = [token for delta in deltas if isinstance(delta, TextDelta) for token in delta.logprobs]
+    return {"content": written(tokens), "refusal": None} if tokens else None
 
 
 def _delta(delta: Delta) -> dict[str, Any]:

@@ -17,11 +17,15 @@ import xxhash
 
 from agentserve.conversation import TurnOptions, running_digests
 from agentserve.dialects.json_body import decode_body, decode_part
+from agentserve.dialects.logprob_form import num_top
 from agentserve.dialects.openai_chat import in_call_order, parse_arguments
 from agentserve.dialects.sampling import SamplingFields, sampling
+from agentserve.dialects.tool_choice import openai_tool_choice
 from agentserve.errors import InvalidRequest, Unsupported
 from model.conversation import AssistantItem, Head, Item, Json, SystemItem, Tool, ToolCall, ToolResultItem, UserItem
 
+LOGPROBS = "message.output_text.logprobs"
+"""What `include` names to get log probabilities."""
 HEAD_ROLES = ("system", "developer")
 TEXT_PARTS = frozenset({"input_text", "output_text", "text", "refusal", "reasoning_text"})
 HOSTED_TOOLS = ("web_search", "image_generation")
@@ -47,14 +51,13 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     stop: str | list[str] | None = None
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
-    metadata: dict[str, Any] | None = None
-    prompt_cache_key: str | None = None
     user: str | None = None
     truncation: str | None = None
     background: bool | None = None
     conversation: Any = None
     prompt: Any = None
     top_logprobs: int | None = None
+    include: list[str] | None = None
 
 
 class Part(msgspec.Struct):
@@ -97,12 +100,8 @@ def parse(body: bytes) -> ResponsesRequest:
 
 
 def _refuse_unsupported(request: ResponsesRequest) -> None:
-    if request.tool_choice not in (None, "auto", "none"):
-        raise Unsupported(f"tool_choice {request.tool_choice!r} is not supported: use 'auto' or 'none'", param="tool_choice")
     if request.background:
         raise Unsupported("background responses are not supported: wait for the answer, or stream it", param="background")
-    if request.top_logprobs:
-        raise Unsupported("logprobs are not supported on this route", param="top_logprobs")
     for name in ("conversation", "prompt"):
         if getattr(request, name) is not None:
             raise Unsupported(f"{name} objects are not kept here: send the items as input, or use previous_response_id", param=name)
@@ -114,7 +113,9 @@ def options(request: ResponsesRequest) -> TurnOptions:
     if any(not text for text in stop):
         raise InvalidRequest("stop must not hold an empty string", param="stop")
     asked = sampling(request, _structured(request.text))
-    return TurnOptions(request.max_output_tokens, asked, stop, request.priority, request.vllm_xargs or {})
+    choice = openai_tool_choice(request.tool_choice, request.parallel_tool_calls)
+    top = num_top(bool(request.top_logprobs) or LOGPROBS in (request.include or ()), request.top_logprobs)
+    return TurnOptions(request.max_output_tokens, asked, stop, request.priority, request.vllm_xargs or {}, choice, top)
 
 
 def _structured(text: dict[str, Any] | None) -> dict[str, Json] | None:

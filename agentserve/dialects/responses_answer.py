@@ -10,11 +10,12 @@ import msgspec
 from agentserve.dialects.account import account
 from agentserve.dialects.blocks import Block, BlockCutter, Change, Closed, Grown, Kind, Opened, cut
 from agentserve.dialects.errors import error_body
+from agentserve.dialects.logprob_form import written
 from agentserve.dialects.responses import ResponsesRequest
 from agentserve.dialects.sse import named_event
 from agentserve.errors import AgentserveError
 from agentserve.turns import Outcome, Plan
-from model.chat import Delta
+from model.chat import Delta, TokenLogprob
 
 KEEP_ALIVE = b": keep-alive\n\n"
 
@@ -152,11 +153,11 @@ class ResponsesAnswer:
             case Opened():
                 added = self._event("response.output_item.added", output_index=block.index, item=self._item(block, "in_progress"))
                 return added if block.kind == "call" else added + self._event("response.content_part.added", **place, part=_part(block))
-            case Grown(_, fragment):
-                return self._event(f"{name}.delta", **place, delta=fragment, **_logprobs(block))
+            case Grown(_, fragment, logprobs):
+                return self._event(f"{name}.delta", **place, delta=fragment, **_logprobs(block, logprobs))
             case Closed():
                 field = {"arguments": block.text, "name": block.name} if block.kind == "call" else {"text": block.text}
-                done = self._event(f"{name}.done", **place, **field, **_logprobs(block))
+                done = self._event(f"{name}.done", **place, **field, **_logprobs(block, block.logprobs))
                 if block.kind != "call":
                     done += self._event("response.content_part.done", **place, part=_part(block))
                 return done + self._event("response.output_item.done", output_index=block.index, item=self._item(block, status))
@@ -185,9 +186,9 @@ def _status(outcome: Outcome) -> str:
 def _part(block: Block) -> dict[str, Any]:
     if block.kind == "reasoning":
         return {"type": "reasoning_text", "text": block.text}
-    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": written(block.logprobs)}
 
 
-def _logprobs(block: Block) -> dict[str, Any]:
-    """Text events have a list of logprobs, which is empty as none were asked for."""
-    return {"logprobs": []} if block.kind == "text" else {}
+def _logprobs(block: Block, logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:
+    """Text events always have a list of log probabilities, which is empty where none were asked for."""
+    return {"logprobs": written(logprobs)} if block.kind == "text" else {}

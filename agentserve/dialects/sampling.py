@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from agentserve.identity import BODY_FIELDS
 from model.conversation import Json
 
 
@@ -29,10 +30,17 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     structured_outputs: dict[str, Any] | None = None
     priority: int | None = None
     session_id: str | None = None
+    session_params: Any = None
+    litellm_session_id: Any = None
+    program_id: Any = None
+    prompt_cache_key: str | None = None
+    metadata: dict[str, Any] | None = None
     vllm_xargs: dict[str, Any] | None = None
 
 
-_NOT_SAMPLING = frozenset({"priority", "session_id", "vllm_xargs"})
+_NOT_SAMPLING = frozenset(
+    {"priority", "session_id", "session_params", "litellm_session_id", "program_id", "prompt_cache_key", "metadata", "vllm_xargs"}
+)
 PASSED = tuple(name for name in SamplingFields.__struct_fields__ if name not in _NOT_SAMPLING)
 """Sampling fields that go to the engine as they are."""
 
@@ -43,3 +51,14 @@ def sampling(fields: SamplingFields, structured: dict[str, Json] | None) -> dict
     if structured is not None:
         said["structured_outputs"] = structured
     return said
+
+
+def body_session(fields: SamplingFields) -> str | None:
+    """The session that the body names, by the first of the fields in `identity.BODY_FIELDS` that holds a text."""
+    for row in BODY_FIELDS:
+        value: Any = getattr(fields, row.path[0])
+        for name in row.path[1:]:
+            value = value.get(name) if isinstance(value, dict) else None
+        if isinstance(value, str) and value:
+            return value
+    return None

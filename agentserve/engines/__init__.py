@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from model.conversation import Json
 
@@ -52,6 +52,10 @@ class GenerateRequest:
     priority: int | None = None
     cache_salt: str | None = None
     xargs: Mapping[str, Json] = field(default_factory=dict)
+    logprobs: int | None = None
+    """How many of the likeliest tokens to name for each generated one, beside its own log probability; None: nothing."""
+    constrains_reasoning: bool = False
+    """Whether `structured_outputs` hold from the first token, where the engine would else wait for the end of reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,15 @@ class Usage:
     num_prompt_tokens: int
     num_generated_tokens: int
     num_cached_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class IdLogprob:
+    """The log probability of one generated id, and the likeliest ids in its place with theirs, in the engine's order."""
+
+    id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +87,38 @@ class Chunk:
     text: str | None = None
     """The engine's own decoded text of this step, where it sends one (needed only to cut at stop strings)."""
     logprobs: Json = None
+    id_logprobs: tuple[IdLogprob, ...] = ()
+    """One for each of `ids`, where the request asked for them."""
+    usage: Usage | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A request for the engine's own chat route, which renders and parses by itself. `body` is its JSON, model and stream included."""
+
+    body: bytes
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCallPart:
+    """A piece of call `index`: its name once, then pieces of its arguments."""
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatChunk:
+    """A step of an answer that the engine has parsed."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: tuple[ChatCallPart, ...] = ()
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
     usage: Usage | None = None
 
 
@@ -83,6 +128,11 @@ class Engine(Protocol):
     info: EngineInfo
     url: str
     """Where the engine itself listens."""
+
+    @property
+    def num_retries(self) -> int:
+        """Requests that were sent a second time, as their connection had ended before anything arrived."""
+        ...
 
     async def start(self) -> None:
         """Connect (or start the child process) and fill `info`. Returns when the engine answers; raises if it never will."""
@@ -102,4 +152,13 @@ class Engine(Protocol):
 
     async def metrics(self) -> bytes:
         """The engine's Prometheus text, unchanged."""
+        ...
+
+
+@runtime_checkable
+class ChatEngine(Protocol):
+    """An engine that also renders and parses chats by itself. Raises as `Engine` does."""
+
+    def chat(self, request: ChatRequest) -> AsyncGenerator[ChatChunk, None]:
+        """Run one request on the engine's own chat route. Closing the generator aborts it, as for `generate`."""
         ...

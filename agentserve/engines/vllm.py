@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass
-from typing import Final
+import errno
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Final, TypeVar
 from urllib.parse import quote
 
 import aiohttp
@@ -13,11 +14,12 @@ import msgspec
 import structlog
 from aiohttp.abc import AbstractStreamWriter
 
-from agentserve.engines import Chunk, EngineInfo, GenerateRequest
+from agentserve.engines import ChatChunk, ChatRequest, Chunk, EngineInfo, GenerateRequest
 from agentserve.engines.prometheus import samples
 from agentserve.engines.sse import SseParser
+from agentserve.engines.vllm_chat import CHAT_PATH, read_chat_event
 from agentserve.engines.vllm_wire import COMPLETIONS, GENERATE, Body, Route, read_event, read_refusal
-from agentserve.errors import EngineError, EngineRefused, EngineUnavailable, SetupError
+from agentserve.errors import ConnectionEnded, EngineError, EngineRefused, EngineUnavailable, SetupError
 
 # uvicorn closes an idle connection after 5 s; letting go first means never writing into one that is being closed.
 KEEPALIVE_SECONDS: Final = 4.0
@@ -27,12 +29,17 @@ POLL_SECONDS: Final = 0.25
 # What a route answers to an empty body when the engine does not have it (403: vLLM without --enable-scale-out).
 _ROUTE_ABSENT: Final = (403, 404, 405, 501)
 
+_FILES_USED_UP: Final = (errno.EMFILE, errno.ENFILE)
+
+T = TypeVar("T")
+
 _log = structlog.get_logger(__name__)
 
 
 class _Model(msgspec.Struct):
     id: str
     max_model_len: int | None = None
+    root: str | None = None
 
 
 class _Models(msgspec.Struct):
@@ -41,13 +48,6 @@ class _Models(msgspec.Struct):
 
 class _Version(msgspec.Struct):
     version: str
-
-
-@dataclass(slots=True)
-class _Attempt:
-    """Filled by aiohttp's trace hook: whether the request went out on a connection that had been idle in the pool."""
-
-    reused: bool = False
 
 
 class _Payload(aiohttp.Payload):
@@ -88,6 +88,8 @@ class VllmEngine:
         self._model = model
         self._start_timeout_seconds = start_timeout_seconds
         self._session: aiohttp.ClientSession | None = None
+        self.num_retries = 0
+        """Requests sent a second time, as their connection had ended before anything arrived."""
         self._asked_route = route
         self._route = route or COMPLETIONS
         self._warned_of_unknown_cached_tokens = False
@@ -108,7 +110,7 @@ class VllmEngine:
             raise SetupError(f"The engine at {self.url} does not say max_model_len in /v1/models. Use the URL of vLLM itself.")
         version = msgspec.json.decode(await self._get("/version"), type=_Version).version
         block_size, num_blocks = _kv_pool(await self.metrics())
-        self.info = EngineInfo(f"vllm {version}", served.id, served.max_model_len, block_size, num_blocks)
+        self.info = EngineInfo(f"vllm {version}", served.id, served.max_model_len, block_size, num_blocks, served.root)
         if block_size is not None and block_size > served.max_model_len:
             cure = "start the engine with a smaller --block-size"
             _log.warning("no prefix can be cached: a block is longer than the context", block_size=block_size, cure=cure)
@@ -140,29 +142,50 @@ class VllmEngine:
         Raises `EngineUnavailable` where nothing had arrived and the engine is gone, `EngineRefused` where it said no, and
         `EngineError` where it broke off later.
         """
-        response = await self._post(request)
+        body = self._route.body(request, self.info.model)
+        async with aclosing(self._events(self._route.path, body, request.session_id, read_event)) as chunks:
+            async for chunk in chunks:
+                self._warn_of_unknown_cached_tokens(chunk)
+                yield chunk
+
+    async def chat(self, request: ChatRequest) -> AsyncGenerator[ChatChunk, None]:
+        """Run `request` on vLLM's own chat route, which renders the conversation and parses the answer by itself. Else as `generate`."""
+        async with aclosing(self._events(CHAT_PATH, (request.body,), request.session_id, read_chat_event)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def _events(self, path: str, body: Body, session_id: str | None, read: Callable[[bytes], T]) -> AsyncGenerator[T, None]:
+        """The events of one request. Where the connection ended before the first, nobody has seen anything: once more then, and no more."""
+        started = False
         try:
-            async for chunk in self._chunks(response):
+            async with aclosing(self._attempt(path, body, session_id, read)) as events:
+                async for event in events:
+                    started = True
+                    yield event
+            return
+        except ConnectionEnded as error:
+            if started:
+                raise
+            self.num_retries += 1
+            _log.warning("connection ended before the first token, sent once more", url=self.url, error=error.message)
+        async with aclosing(self._attempt(path, body, session_id, read)) as events:
+            async for event in events:
+                yield event
+
+    async def _attempt(self, path: str, body: Body, session_id: str | None, read: Callable[[bytes], T]) -> AsyncGenerator[T, None]:
+        response = await self._post(path, body, session_id)
+        try:
+            async for chunk in self._chunks(response, read):
                 yield chunk
         finally:
             # Does nothing after a stream that ended by itself: its connection is back in the pool by then.
             response.close()
 
-    async def _post(self, request: GenerateRequest) -> aiohttp.ClientResponse:
-        body = self._route.body(request, self.info.model)
+    async def _post(self, path: str, body: Body, session_id: str | None) -> aiohttp.ClientResponse:
         headers = {"Content-Type": "application/json"}
-        if request.session_id is not None:
-            headers["X-Session-ID"] = quote(request.session_id, safe="/:@-._~")
-        attempt = _Attempt()
-        try:
-            response = await self._send(body, headers, attempt)
-        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
-            # Only a pooled connection can have been closed before the engine read anything; once more, then, and no more.
-            if not attempt.reused:
-                raise self._unavailable(error) from error
-            response = await self._send_again(body, headers)
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise self._unavailable(error) from error
+        if session_id is not None:
+            headers["X-Session-ID"] = quote(session_id, safe="/:@-._~")
+        response = await self._sent(path, body, headers)
         if response.status != 200:
             async with response:
                 refusal = read_refusal(await response.read(), response.status)
@@ -171,16 +194,19 @@ class VllmEngine:
             raise refusal
         return response
 
-    async def _send(self, body: Body, headers: dict[str, str], attempt: _Attempt) -> aiohttp.ClientResponse:
-        return await self._http.post(f"{self.url}{self._route.path}", data=_Payload(body), headers=headers, trace_request_ctx=attempt)
+    async def _sent(self, path: str, body: Body, headers: dict[str, str]) -> aiohttp.ClientResponse:
+        deadline = asyncio.get_running_loop().time() + CONNECT_SECONDS
+        while True:
+            try:
+                return await self._http.post(f"{self.url}{path}", data=_Payload(body), headers=headers)
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+                if getattr(error, "errno", None) not in _FILES_USED_UP or asyncio.get_running_loop().time() > deadline:
+                    raise self._ended(error) from error
+            except (aiohttp.ClientError, TimeoutError) as error:
+                raise self._unavailable(error) from error
+            await asyncio.sleep(POLL_SECONDS)  # not the engine's fault, and over as soon as those have left who are refused
 
-    async def _send_again(self, body: Body, headers: dict[str, str]) -> aiohttp.ClientResponse:
-        try:
-            return await self._send(body, headers, _Attempt())
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise self._unavailable(error) from error
-
-    async def _chunks(self, response: aiohttp.ClientResponse) -> AsyncGenerator[Chunk, None]:
+    async def _chunks(self, response: aiohttp.ClientResponse, read: Callable[[bytes], T]) -> AsyncGenerator[T, None]:
         parser = SseParser()
         started = done = False
         try:
@@ -189,31 +215,32 @@ class VllmEngine:
                     if data == b"[DONE]":
                         done = True
                         continue
-                    chunk = self._read(data, started)
+                    chunk = self._read(data, started, read)
                     started = True
                     yield chunk
         except aiohttp.ClientError as error:
             if not started:
-                raise self._unavailable(error) from error
+                raise self._ended(error) from error
             raise EngineError(f"The engine at {self.url} broke off in the middle of its answer ({error!r}).") from error
         if not done and not started:
-            raise EngineUnavailable(f"The engine at {self.url} closed the connection before its first token. Try again.")
+            raise ConnectionEnded(f"The engine at {self.url} closed the connection before its first token. Try again.")
         if not done:
             raise EngineError(f"The engine at {self.url} ended its answer without saying that it was complete.")
 
-    def _read(self, data: bytes, started: bool) -> Chunk:
+    def _read(self, data: bytes, started: bool, read: Callable[[bytes], T]) -> T:
         try:
-            chunk = read_event(data)
+            return read(data)
         except EngineRefused as error:
             if not started:
                 raise
             raise EngineError(f"The engine failed in the middle of its answer: {error.message}") from error
         except msgspec.MsgspecError as error:
             raise EngineError(f"The engine at {self.url} sent an event that is not vLLM's: {error}: {data[:200]!r}") from error
+
+    def _warn_of_unknown_cached_tokens(self, chunk: Chunk) -> None:
         if chunk.usage is not None and chunk.usage.num_cached_tokens is None and not self._warned_of_unknown_cached_tokens:
             self._warned_of_unknown_cached_tokens = True
             _log.warning("cached tokens unknown", url=self.url, cure="start vLLM with --enable-prompt-tokens-details")
-        return chunk
 
     @property
     def _http(self) -> aiohttp.ClientSession:
@@ -222,15 +249,15 @@ class VllmEngine:
         return self._session
 
     def _open_session(self) -> aiohttp.ClientSession:
-        hooks = aiohttp.TraceConfig()
-        hooks.on_connection_reuseconn.append(_note_reuse)
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
             headers=self._headers,
             cookie_jar=aiohttp.DummyCookieJar(),
-            trace_configs=[hooks],
         )
+
+    def _ended(self, error: Exception) -> ConnectionEnded:
+        return ConnectionEnded(self._unavailable(error).message)
 
     def _unavailable(self, error: Exception) -> EngineUnavailable:
         return EngineUnavailable(f"The engine at {self.url} does not answer ({error or type(error).__name__}). Is it running?")
@@ -271,12 +298,6 @@ class VllmEngine:
         except (aiohttp.ClientError, TimeoutError) as error:
             raise self._unavailable(error) from error
         return COMPLETIONS if response.status in _ROUTE_ABSENT else GENERATE
-
-
-async def _note_reuse(_: aiohttp.ClientSession, context: object, __: aiohttp.TraceConnectionReuseconnParams) -> None:
-    attempt = getattr(context, "trace_request_ctx", None)
-    if isinstance(attempt, _Attempt):
-        attempt.reused = True
 
 
 def _kv_pool(metrics: bytes) -> tuple[int | None, int | None]:

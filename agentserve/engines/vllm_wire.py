@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import msgspec
 
-from agentserve.engines import Chunk, GenerateRequest, Usage
+from agentserve.engines import Chunk, GenerateRequest, IdLogprob, Usage
 from agentserve.errors import EngineRefused
 from model.conversation import Json
 
 SHORT_PIECE_BYTES = 32_768
+LEAST_LOGPROB = -9999.0
 
 Body: TypeAlias = "tuple[bytes, ...]"
 """A JSON body in pieces."""
@@ -35,11 +36,15 @@ def _generate_body(request: GenerateRequest, model: str) -> Body:
     wants_text = bool(request.sampling.get("stop")) or request.sampling.get("logprobs") is not None
     if wants_text:
         sampling["detokenize"] = True
+    if request.logprobs is not None:  # by ids, which only this mode has
+        sampling["logprobs"], wants_text = request.logprobs, False
     if request.xargs:
         sampling["extra_args"] = dict(request.xargs)
     fields = _common_fields(request, model)
     fields["output_mode"] = "text" if wants_text else "tokens"
     fields["sampling_params"] = sampling
+    if request.constrains_reasoning:
+        fields["reasoning_ended"] = True
     return _with_ids(b'{"token_ids":[', request, fields)
 
 
@@ -47,6 +52,8 @@ def _completions_body(request: GenerateRequest, model: str) -> Body:
     fields: dict[str, Json] = {**request.sampling, **_common_fields(request, model)}
     fields["max_tokens"] = request.max_tokens
     fields["return_token_ids"] = True
+    if request.logprobs is not None:
+        fields["logprobs"], fields["return_tokens_as_token_ids"] = request.logprobs, True
     if request.xargs:
         fields["vllm_xargs"] = dict(request.xargs)
     return _with_ids(b'{"prompt":[', request, fields)
@@ -96,7 +103,9 @@ class _PromptDetails(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class _Usage(msgspec.Struct):
+class WireUsage(msgspec.Struct):
+    """Counts of one request, in tokens."""
+
     prompt_tokens: int
     completion_tokens: int = 0
     prompt_tokens_details: _PromptDetails | None = None
@@ -110,7 +119,9 @@ class _Choice(msgspec.Struct):
     logprobs: dict[str, Any] | None = None
 
 
-class _Error(msgspec.Struct):
+class WireError(msgspec.Struct):
+    """What went wrong, in an error body and in a stream."""
+
     message: str = ""
     param: str | None = None
     code: int | str | None = None
@@ -118,14 +129,14 @@ class _Error(msgspec.Struct):
 
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
-    usage: _Usage | None = None
-    error: _Error | None = None
+    usage: WireUsage | None = None
+    error: WireError | None = None
 
 
 class _ErrorBody(msgspec.Struct):
     """`{"error": {…}}`; the flat form of older versions; and FastAPI's `detail`."""
 
-    error: _Error | None = None
+    error: WireError | None = None
     message: str | None = None
     detail: Any = None
 
@@ -142,8 +153,8 @@ def read_event(data: bytes) -> Chunk:
     """
     event = _EVENT.decode(data)
     if event.error is not None:
-        raise _refusal(event.error, event.error.code if isinstance(event.error.code, int) else 500)
-    usage = None if event.usage is None else _read_usage(event.usage)
+        raise_error(event.error)
+    usage = None if event.usage is None else read_usage(event.usage)
     if not event.choices:
         return Chunk(usage=usage)
     choice = event.choices[0]
@@ -153,11 +164,18 @@ def read_event(data: bytes) -> Chunk:
         stop_reason=choice.stop_reason,
         text=choice.text,
         logprobs=_chat_logprobs(choice.logprobs),
+        id_logprobs=_id_logprobs(choice.logprobs),
         usage=usage,
     )
 
 
-def _read_usage(usage: _Usage) -> Usage:
+def raise_error(error: WireError) -> NoReturn:
+    """Raise `EngineRefused` for an error in a stream, with the engine's own code."""
+    raise _refusal(error, error.code if isinstance(error.code, int) else 500)
+
+
+def read_usage(usage: WireUsage) -> Usage:
+    """The counts as the server takes them."""
     details = usage.prompt_tokens_details
     return Usage(usage.prompt_tokens, usage.completion_tokens, None if details is None else details.cached_tokens)
 
@@ -175,9 +193,43 @@ def _chat_logprobs(logprobs: dict[str, Any] | None) -> Json:
     }
 
 
-def _logprob(token: str, value: float | None) -> dict[str, Json]:
+_ID = "token_id:"
+"""Stands before an id where a token's text would stand."""
+
+
+def _id_logprobs(logprobs: dict[str, Any] | None) -> tuple[IdLogprob, ...]:
+    """Log probabilities by id, from either route; none where the engine names tokens by their text."""
+    if logprobs is None:
+        return ()
+    content = logprobs.get("content")
+    if content is not None:
+        return tuple(_by_id(entry) for entry in content if "token_id" in entry)
+    tokens = logprobs.get("tokens") or []
+    if not all(token.startswith(_ID) for token in tokens):
+        return ()
+    tops = logprobs.get("top_logprobs") or [None] * len(tokens)
+    return tuple(
+        IdLogprob(_id(token), _finite(value), tuple((_id(one), _finite(other)) for one, other in (top or {}).items()))
+        for token, value, top in zip(tokens, logprobs["token_logprobs"], tops, strict=True)
+    )
+
+
+def _by_id(entry: Mapping[str, Any]) -> IdLogprob:
+    top = tuple((one["token_id"], _finite(one["logprob"])) for one in entry.get("top_logprobs") or ())
+    return IdLogprob(entry["token_id"], _finite(entry["logprob"]), top)
+
+
+def _id(token: str) -> int:
+    return int(token.removeprefix(_ID))
+
+
+def _finite(value: float | None) -> float:
     # vLLM's own floor for a probability that it did not compute or that is not finite.
-    return {"token": token, "logprob": -9999.0 if value is None else value, "bytes": list(token.encode(errors="replace"))}
+    return LEAST_LOGPROB if value is None else max(value, LEAST_LOGPROB)
+
+
+def _logprob(token: str, value: float | None) -> dict[str, Json]:
+    return {"token": token, "logprob": LEAST_LOGPROB if value is None else value, "bytes": list(token.encode(errors="replace"))}
 
 
 def read_refusal(body: bytes, status: int) -> EngineRefused:
@@ -186,7 +238,7 @@ def read_refusal(body: bytes, status: int) -> EngineRefused:
         parsed = _ERROR_BODY.decode(body)
     except msgspec.MsgspecError:
         parsed = _ErrorBody()
-    error = parsed.error or _Error(message=parsed.message or (str(parsed.detail) if parsed.detail else ""))
+    error = parsed.error or WireError(message=parsed.message or (str(parsed.detail) if parsed.detail else ""))
     if not error.message:
         error.message = f"the engine answered with status {status} and says {body[:500].decode(errors='replace')!r}"
     return _refusal(error, status)
@@ -197,7 +249,7 @@ _CONTEXT_WORDS = "maximum context length"
 _CONTEXT_REFUSALS = (_CONTEXT_WORDS, "maximum model length", "max_model_len")
 
 
-def _refusal(error: _Error, status: int) -> EngineRefused:
+def _refusal(error: WireError, status: int) -> EngineRefused:
     message, code = error.message, error.code if isinstance(error.code, str) else None
     if status == 400 and any(words in message for words in _CONTEXT_REFUSALS):
         code = "context_length_exceeded"

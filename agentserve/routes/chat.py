@@ -9,12 +9,16 @@ from secrets import token_bytes, token_hex
 from fastapi import APIRouter, Request, Response
 
 from agentserve.body import read_body
+from agentserve.deliveries import mark_of
 from agentserve.dialects.known_bodies import KnownBodies
+from agentserve.dialects.media_forms import CHAT_TYPES, chat_media, hints_at_media
 from agentserve.dialects.openai_chat import ChatConversation, Onto, options, parse, read
 from agentserve.dialects.openai_chat_answer import ChatAnswer
+from agentserve.dialects.sampling import body_session
 from agentserve.errors import InvalidRequest, NotFound
-from agentserve.identity import Identity, identify
+from agentserve.identity import Identity, grouped, identify
 from agentserve.ledger import Node
+from agentserve.media import MediaChat
 from agentserve.routes.run import TurnRequest, answer
 from agentserve.server import Server
 from agentserve.sessions import Namespace
@@ -45,11 +49,16 @@ def router(server: Server) -> APIRouter:
         else:
             chat, conversation = read(body, bodies)
         server.check_model(chat.model)
-        identity = identify(request.headers, chat.session_id)
-        asked = TurnRequest(conversation, options(chat), identity, bool(chat.stream), started, onto)
+        identity = grouped(identify(request.headers, body_session(chat)), chat.prompt_cache_key)
         include_usage = chat.stream_options is not None and chat.stream_options.include_usage
         created = int(datetime.now(UTC).timestamp())
         writer = ChatAnswer(f"chatcmpl-{token_hex(12)}", server.model_name, created, include_usage=include_usage)
+        wanted = options(chat)
+        choices = writer if wanted.num_choices > 1 else None
+        messages = chat_media(conversation.whole().messages) if onto is None and hints_at_media(body, CHAT_TYPES) else None
+        media = MediaChat(messages, conversation.whole().tools()) if messages is not None else None
+        mark = mark_of(request.headers, namespace.name, request.url.path, identity.session, body)
+        asked = TurnRequest(conversation, wanted, identity, bool(chat.stream), started, onto, choices, mark, media)
         return answer(server, namespace, asked, writer)
 
     routes.add_route("/v1/chat/completions", chat_completions, methods=["POST"])

@@ -8,10 +8,14 @@ from secrets import token_hex
 from fastapi import APIRouter, Request, Response
 
 from agentserve.body import read_body
+from agentserve.deliveries import mark_of
 from agentserve.dialects.anthropic import MessagesConversation, MessagesRequest, client_session, options, parse
 from agentserve.dialects.anthropic_answer import MessagesAnswer
+from agentserve.dialects.media_forms import MESSAGES_TYPES, hints_at_media, messages_media
+from agentserve.dialects.sampling import body_session
 from agentserve.headers import json_response
 from agentserve.identity import grouped, identify
+from agentserve.media import MediaChat
 from agentserve.routes.run import TurnRequest, answer
 from agentserve.server import Server
 
@@ -20,25 +24,30 @@ def router(server: Server) -> APIRouter:
     """Anthropic's routes over `server`."""
     routes = APIRouter()
 
-    async def read(request: Request) -> MessagesRequest:
+    async def read(request: Request) -> tuple[bytes, MessagesRequest]:
         limits = server.settings.limits
-        messages = parse(await read_body(request, max_bytes=limits.body_bytes, seconds=limits.body_seconds))
+        body = await read_body(request, max_bytes=limits.body_bytes, seconds=limits.body_seconds)
+        messages = parse(body)
         server.check_model(messages.model)
-        return messages
+        return body, messages
 
     async def create(request: Request) -> Response:
         started = time.monotonic()
         namespace = server.namespace(request.headers)
-        messages = await read(request)
-        identity = grouped(identify(request.headers, messages.session_id), client_session(messages))
+        body, messages = await read(request)
+        identity = grouped(identify(request.headers, body_session(messages)), client_session(messages) or messages.prompt_cache_key)
+        mark = mark_of(request.headers, namespace.name, request.url.path, identity.session, body)
+        conversation = MessagesConversation(messages)
+        parts = messages_media(messages.system, messages.messages) if hints_at_media(body, MESSAGES_TYPES) else None
+        media = MediaChat(parts, conversation.tools()) if parts is not None else None
         answer_id = f"msg_{token_hex(12)}"
-        asked = TurnRequest(MessagesConversation(messages), options(messages, answer_id), identity, bool(messages.stream), started)
+        asked = TurnRequest(conversation, options(messages, answer_id), identity, bool(messages.stream), started, mark=mark, media=media)
         writer = MessagesAnswer(answer_id, server.model_name, diagnosed=messages.diagnostics is not None)
         return answer(server, namespace, asked, writer)
 
     async def count_tokens(request: Request) -> Response:
         namespace = server.namespace(request.headers)
-        messages = await read(request)
+        _, messages = await read(request)
         return json_response({"input_tokens": await server.turns.count(MessagesConversation(messages), namespace)})
 
     routes.add_route("/v1/messages", create, methods=["POST"])

@@ -11,11 +11,15 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from agentserve.body import read_body
+from agentserve.deliveries import mark_of
+from agentserve.dialects.media_forms import responses_media
 from agentserve.dialects.responses import ResponsesConversation, input_items, options, parse
 from agentserve.dialects.responses_answer import NUMBER_DIGITS, ResponsesAnswer, response_of
 from agentserve.dialects.responses_store import StoredResponse
+from agentserve.dialects.sampling import body_session
 from agentserve.headers import json_response
 from agentserve.identity import grouped, identify
+from agentserve.media import MediaChat
 from agentserve.routes.run import TurnRequest, answer
 from agentserve.server import Server
 from agentserve.turns import Plan
@@ -30,12 +34,13 @@ def router(server: Server) -> APIRouter:
         started = time.monotonic()
         namespace = server.namespace(request.headers)
         limits = server.settings.limits
-        asked = parse(await read_body(request, max_bytes=limits.body_bytes, seconds=limits.body_seconds))
+        body = await read_body(request, max_bytes=limits.body_bytes, seconds=limits.body_seconds)
+        asked = parse(body)
         server.check_model(asked.model)
         previous = store.previous(namespace, asked.previous_response_id) if asked.previous_response_id is not None else None
         own = input_items(asked, lambda item_id: store.item(namespace, response_of(item_id), item_id))
         conversation = ResponsesConversation(asked, previous.history() if previous else (), own)
-        session_id = asked.session_id or (previous.session_id if previous else None)
+        session_id = body_session(asked) or (previous.session_id if previous else None)
         identity = grouped(identify(request.headers, session_id), asked.prompt_cache_key)
 
         def keep(plan: Plan, response: dict[str, Any]) -> None:
@@ -44,7 +49,11 @@ def router(server: Server) -> APIRouter:
                 store.add(namespace, StoredResponse(writer.id, plan.session_id, msgspec.json.encode(response), items, previous))
 
         writer = ResponsesAnswer(asked, token_hex(NUMBER_DIGITS // 2), server.model_name, int(datetime.now(UTC).timestamp()), keep)
-        return answer(server, namespace, TurnRequest(conversation, options(asked), identity, bool(asked.stream), started), writer)
+        mark = mark_of(request.headers, namespace.name, request.url.path, identity.session, body)
+        parts = responses_media(asked.instructions, (*(previous.history() if previous else ()), *own))
+        media = MediaChat(parts, conversation.tools()) if parts is not None else None
+        turn = TurnRequest(conversation, options(asked), identity, bool(asked.stream), started, mark=mark, media=media)
+        return answer(server, namespace, turn, writer)
 
     @routes.get("/v1/responses/{response_id}")
     async def stored(request: Request, response_id: str) -> Response:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
-from contextlib import aclosing
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import structlog
 
 from agentserve.conversation import Conversation, TurnOptions
+from agentserve.deliveries import Mark
 from agentserve.dialects.errors import error_headers
 from agentserve.errors import AgentserveError, EngineUnavailable
-from agentserve.exchange import Exchange, Wire
+from agentserve.exchange import Exchange, Sink
 from agentserve.headers import EVENT_STREAM, JSON, plan_headers, write_json
 from agentserve.identity import Identity
 from agentserve.ledger import Node
+from agentserve.media import MediaChat, MediaTurn
+from agentserve.routes.choices import generate_choices
 from agentserve.server import Server
 from agentserve.sessions import Namespace
 from agentserve.turns import Outcome, Plan, Turn
@@ -59,6 +62,26 @@ class AnswerWriter(Protocol):
         ...
 
 
+class ChoicesWriter(AnswerWriter, Protocol):
+    """Writes several answers to one prompt, each through a writer of its own."""
+
+    def choice(self, index: int) -> ChoicesWriter:
+        """The writer of one of them, for its opening and its deltas."""
+        ...
+
+    def finish(self, outcome: Outcome) -> bytes:
+        """The events that end one of them."""
+        ...
+
+    def end(self, plan: Plan, outcomes: Sequence[Outcome]) -> bytes:
+        """The events behind the last one."""
+        ...
+
+    def whole_choices(self, plan: Plan, choices: Sequence[tuple[Outcome, Sequence[Delta]]]) -> bytes:
+        """The body of an answer that is not streamed."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
     """What a route read from a request. `started`: when it came, monotonic seconds. `onto`: the node that the conversation follows."""
@@ -69,15 +92,22 @@ class TurnRequest:
     stream: bool
     started: float
     onto: Node | None = None
+    choices: ChoicesWriter | None = None
+    """Writes the answer where more than one is asked for."""
+    mark: Mark | None = None
+    """Which request this is to a client that sends it again; None: it is not looked for."""
+    media: MediaChat | None = None
+    """The conversation in the engine's own form, where it holds what only the engine can render."""
 
 
 def answer(server: Server, namespace: Namespace, asked: TurnRequest, writer: AnswerWriter) -> Exchange:
     """The response that runs the turn."""
-    return Exchange(
-        TurnRun(server, namespace, asked, writer).handle,
-        silence_seconds=server.settings.limits.keep_alive_seconds,
-        keep_alive=writer.keep_alive if asked.stream else None,
-    )
+    run = TurnRun(server, namespace, asked, writer)
+    silence_seconds = server.settings.limits.keep_alive_seconds
+    keep_alive = writer.keep_alive if asked.stream else None
+    if asked.mark is not None:
+        return server.deliveries.exchange(asked.mark, run, silence_seconds=silence_seconds, keep_alive=keep_alive)
+    return Exchange(run.handle, silence_seconds=silence_seconds, keep_alive=keep_alive)
 
 
 class TurnRun:
@@ -88,16 +118,21 @@ class TurnRun:
         self._namespace = namespace
         self._asked = asked
         self._writer = writer
+        self.answered = False
+        """Whether a whole answer was made."""
 
-    async def handle(self, wire: Wire) -> None:
+    async def handle(self, wire: Sink) -> None:
         """Run the turn and write it; errors become a status, or an event once the stream has begun."""
         asked = self._asked
         if asked.stream:
             wire.prepare(200, EVENT_STREAM)  # so that keep-alives can be sent while the turn waits for its ticket
         try:
-            turns = self._server.turns
-            async with turns.turn(asked.conversation, asked.options, asked.identity, self._namespace, asked.onto) as turn:
-                await (self._stream(wire, turn) if asked.stream else self._whole(wire, turn))
+            async with self._turn() as turn:
+                if asked.choices is not None and isinstance(turn, Turn):
+                    await self._choices(wire, turn, asked.choices)
+                else:
+                    await (self._stream(wire, turn) if asked.stream else self._whole(wire, turn))
+                self.answered = True
         except asyncio.CancelledError:
             self._server.metrics.failed_turns.labels("client_left" if wire.client_left else "stopped").inc()
             if wire.started and not wire.client_left:
@@ -110,7 +145,13 @@ class TurnRun:
             else:
                 await write_json(wire, self._writer.refusal(error), status=error.status, headers=error_headers(error))
 
-    async def _stream(self, wire: Wire, turn: Turn) -> None:
+    def _turn(self) -> AbstractAsyncContextManager[Turn | MediaTurn]:
+        asked = self._asked
+        if asked.media is not None:
+            return self._server.media.turn(asked.media, asked.options, asked.identity, self._namespace)
+        return self._server.turns.turn(asked.conversation, asked.options, asked.identity, self._namespace, asked.onto)
+
+    async def _stream(self, wire: Sink, turn: Turn | MediaTurn) -> None:
         if not wire.started:
             wire.prepare(200, {**EVENT_STREAM, **plan_headers(turn.plan)})
         opened = False
@@ -126,7 +167,7 @@ class TurnRun:
         opening = b"" if opened else self._writer.opening(turn.plan)
         await wire.write(opening + self._writer.closing(turn.plan, outcome), more=False)
 
-    async def _whole(self, wire: Wire, turn: Turn) -> None:
+    async def _whole(self, wire: Sink, turn: Turn | MediaTurn) -> None:
         said: list[Delta] = []
         async with aclosing(turn.deltas(self._asked.options.stop)) as steps:
             async for deltas in steps:
@@ -137,10 +178,38 @@ class TurnRun:
         wire.prepare(200, {**JSON, **plan_headers(turn.plan, outcome.hits)})
         await wire.write(self._writer.whole(turn.plan, outcome, said), more=False)
 
+    async def _choices(self, wire: Sink, turn: Turn, writer: ChoicesWriter) -> None:
+        options = self._asked.options
+        said: list[list[Delta]] = [[] for _ in range(options.num_choices)]
+        outcomes: dict[int, Outcome] = {}
+        if self._asked.stream and not wire.started:
+            wire.prepare(200, {**EVENT_STREAM, **plan_headers(turn.plan)})
+
+        async def take(index: int, choice: Turn, deltas: list[Delta] | None) -> None:
+            mine, events = writer.choice(index), b""
+            if deltas is None:
+                outcomes[index] = self._finished(choice)
+            elif not any(said):
+                self._first_token()
+            if self._asked.stream:
+                events = b"" if said[index] else mine.opening(choice.plan)
+                events += mine.deltas(deltas) if deltas is not None else mine.finish(outcomes[index])
+            said[index] += deltas or ()
+            if events:
+                await wire.write(events)
+
+        await generate_choices(turn, options.num_choices, options.stop, take)
+        ordered = [(outcomes[index], deltas) for index, deltas in enumerate(said)]
+        if self._asked.stream:
+            await wire.write(writer.end(turn.plan, [outcome for outcome, _ in ordered]), more=False)
+            return
+        wire.prepare(200, {**JSON, **plan_headers(turn.plan, ordered[0][0].hits)})
+        await wire.write(writer.whole_choices(turn.plan, ordered), more=False)
+
     def _first_token(self) -> None:
         self._server.metrics.first_token.observe(time.monotonic() - self._asked.started)
 
-    def _finished(self, turn: Turn) -> Outcome:
+    def _finished(self, turn: Turn | MediaTurn) -> Outcome:
         outcome = turn.outcome
         assert outcome is not None
         self._server.metrics.answered(turn.plan, outcome)

@@ -7,11 +7,11 @@ Text is rendered as `str` pieces, control tokens as `int` pieces: outside text c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from model.conversation import AssistantItem, Head, Item, Tool
+from model.conversation import AssistantItem, Head, Item, Json, Tool
 
 Piece: TypeAlias = "str | int"
 
@@ -26,8 +26,20 @@ class ReasoningDelta:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One generated token's bytes and log probability, and the likeliest tokens in its place, the likeliest first."""
+
+    token: bytes
+    logprob: float
+    top: tuple[tuple[bytes, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class TextDelta:
+    """`logprobs`: of the tokens that end in this text, where they were asked for."""
+
     text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +88,8 @@ class ChatFormat(Protocol):
 
     name: str
     stop_ids: tuple[int, ...]
+    call_ids: tuple[int, ...]
+    """Ids without one of which no call begins; none where calls are not told from text."""
 
     def head(self, head: Head) -> list[Piece]:
         """The pieces before the first item: begin of sequence, system text, tools. Raises Unrenderable."""
@@ -98,4 +112,11 @@ class ChatFormat(Protocol):
 
     def parser(self, tools: Sequence[Tool]) -> OutputParser:
         """A fresh parser; `tools` give the argument types by their schemas."""
+        ...
+
+    def call_constraint(self, tools: Sequence[Tool], *, required: bool, single: bool) -> Mapping[str, Json] | None:
+        """Structured output, in the engine's terms, that allows calls of `tools` only, at most one with `single`; None: it cannot.
+
+        It holds from the first generated token, reasoning included. With `required` the turn ends with a call, else it may.
+        """
         ...

@@ -17,7 +17,7 @@ another kind of message, and a system message that is refused everywhere becomes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from model.chat import OutputParser, Piece
@@ -25,8 +25,9 @@ from model.chat.jinja_messages import CALL, EXAMPLES, LAST_WORD, Kind, MessageFo
 from model.chat.jinja_template import ChatTemplate, Message, TemplateRefused
 from model.chat.marks import Marks, Spellings, count
 from model.chat.minimax_m3_output import random_call_id
+from model.chat.tagged_calls import reasoning_elements, structural_tag
 from model.chat.tagged_output import TaggedParser, find_markup
-from model.conversation import AssistantItem, Head, Item, SystemItem, Tool, UserItem
+from model.conversation import AssistantItem, Head, Item, Json, SystemItem, Tool, UserItem
 from model.tokenizer import Tokenizer
 
 _TURNS: tuple[Kind, ...] = ("assistant", "calls")
@@ -73,6 +74,7 @@ class JinjaFormat:
         self._take_system_messages()
         spoken = self.item(AssistantItem(LAST_WORD["assistant"], _REASONING, (CALL,)), UserItem(""))
         self._markup = find_markup(spoken, _REASONING, tokenizer.control)
+        self.call_ids: tuple[int, ...] = (self._markup.call[0],) if self._markup.call is not None else ()
         self._hidden = (tokenizer.special_ids | set(self.stop_ids)) - self._markup.ids
         opened = [piece for piece in self.open_turn(UserItem("")) if isinstance(piece, int)]
         self._starts_in_reasoning = self._markup.reasoning is not None and opened[-1:] == [self._markup.reasoning[0]]
@@ -104,6 +106,13 @@ class JinjaFormat:
         return TaggedParser(
             self._tokenizer.token_bytes, self._markup, self._hidden, self._new_call_id, starts_in_reasoning=self._starts_in_reasoning
         )
+
+    def call_constraint(self, tools: Sequence[Tool], *, required: bool, single: bool) -> Mapping[str, Json] | None:
+        if self._markup.call is None:
+            return None
+        excluded = sorted({*self._tokenizer.control.values(), *self.stop_ids})
+        thinking = reasoning_elements(self._markup.reasoning, excluded, begun=self._starts_in_reasoning)
+        return {"structural_tag": structural_tag(tools, self._markup.call, thinking, excluded, required=required, single=single)}
 
     def rendering(self, head: Head, items: Sequence[Item]) -> tuple[list[Piece], str]:
         """The template's own prompt for a whole conversation, as pieces and as text. Raises TemplateRefused."""

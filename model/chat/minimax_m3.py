@@ -25,10 +25,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypeAlias
 
 from model.chat import OutputParser, Piece
+from model.chat.call_rules import CallRules, literal
 from model.chat.minimax_m3_output import Markers, MiniMaxM3Parser, random_call_id
 from model.conversation import AssistantItem, Head, Item, Json, SystemItem, Tool, ToolCall, ToolResultItem, UserItem
 from model.tokenizer import Tokenizer
@@ -106,6 +107,7 @@ class MiniMaxM3Format:
         self._namespace = tokenizer.control_id(NAMESPACE)
         self._begin = tokenizer.control_id(BEGIN)
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys((self._end, *tokenizer.eos_ids)))
+        self.call_ids: tuple[int, ...] = (self._namespace,)
         words = self._own(IDENTITY + thinking_instructions(thinking))
         self._system = [self._begin, self._block, "system\n", *words, self._end, "\n", self._block, "developer\n"]
         self._tools_after = self._own(TOOLS_AFTER)
@@ -144,6 +146,22 @@ class MiniMaxM3Format:
         return MiniMaxM3Parser(
             self._tokenizer.token_bytes, self._markers, tools, self._new_call_id, starts_in_reasoning=self._thinking == "enabled"
         )
+
+    def call_constraint(self, tools: Sequence[Tool], *, required: bool, single: bool) -> Mapping[str, Json] | None:
+        rules = CallRules(self._namespace, {*self._tokenizer.control.values(), *self.stop_ids})
+        mark = f"Token({self._namespace})"
+        begins, ends = literal('<invoke name="'), literal("</invoke>\n")
+        calls = " | ".join(
+            rules.name(f"{mark} {begins} {literal(tool.name + chr(34) + '>')} {rules.arguments(tool)} {mark} {ends}") for tool in tools
+        )
+        block = f"{mark} {_terminals(self._calls)} ({calls}){'' if single else '+'} {mark} {_terminals(self._calls_end)}"
+        thought = f"text Token({self._think_end})"
+        before: dict[ThinkingMode, str] = {
+            "adaptive": f"(Token({self._think}) {thought} | Token({self._think_end}))?",
+            "enabled": thought,
+            "disabled": "",
+        }
+        return {"grammar": rules.text(f"{before[self._thinking]} {block if required else f'text ({block})?'}")}
 
     def _close(self, previous: Item | None) -> list[Piece]:
         """What ends the block before. A turn of the model ended itself, or `close_turn` did: only the line break is left."""
@@ -191,3 +209,7 @@ class MiniMaxM3Format:
     def _hidden_ids(self) -> frozenset[int]:
         shown = {self._think, self._think_end, self._namespace, *(p for p in (*self._calls, *self._calls_end) if isinstance(p, int))}
         return (self._tokenizer.special_ids | {self._begin, self._block, *self.stop_ids}) - shown
+
+
+def _terminals(pieces: Sequence[Piece]) -> str:
+    return " ".join(literal(piece) if isinstance(piece, str) else f"Token({piece})" for piece in pieces)

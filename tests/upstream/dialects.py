@@ -66,6 +66,43 @@ class Dialect(Protocol):
     def full(self, body: Mapping[str, Any], answer: Answer, usage: Body) -> Body: ...
 
 
+def logprob_of(token: int) -> float:
+    """The upstream's log probability of a generated id: made up, finite but for ids that 97 divides, and another one for most ids."""
+    return float("-inf") if token % 97 == 0 else -0.25 - token % 16 / 8
+
+
+def likeliest(token: int, number: int) -> list[tuple[int, float]]:
+    """As many ids in place of `token`, itself first."""
+    return [(token, logprob_of(token)), *((token + step, -5.0 - step) for step in range(1, number))] if number else []
+
+
+def _content(ids: list[int], number: int) -> Body:
+    """Log probabilities by id, as the token-id route writes them: the sampled token first, then the likeliest ones."""
+    return {
+        "content": [
+            {
+                "token_id": token,
+                "logprob": max(logprob_of(token), -9999.0),
+                "rank": 1,
+                "top_logprobs": [
+                    {"token_id": one, "logprob": max(value, -9999.0), "rank": 1} for one, value in likeliest(token, number + 1)
+                ],
+            }
+            for token in ids
+        ]
+    }
+
+
+def _lists(ids: list[int], number: int) -> Body:
+    """The same as the completions route writes it with `return_tokens_as_token_ids`."""
+    return {
+        "text_offset": [0] * len(ids),
+        "tokens": [f"token_id:{token}" for token in ids],
+        "token_logprobs": [max(logprob_of(token), -9999.0) for token in ids],
+        "top_logprobs": [{f"token_id:{one}": max(value, -9999.0) for one, value in likeliest(token, number)} or None for token in ids],
+    }
+
+
 def _ids(value: object, name: str) -> list[int]:
     if not isinstance(value, list) or not value or not all(type(token) is int and token >= 0 for token in value):
         raise BadRequest(f"{name} must be a list of token ids")
@@ -89,6 +126,8 @@ class Generate:
         for number, text in enumerate(answer.texts()):
             choice = {"index": 0, **answer.end(number), "token_ids": answer.shown_ids(number), "routed_experts": None}
             choice |= {"sampling_mask": None, "weight_versions": None} | ({"text": text} if text_mode else {}) | {"logprobs": None}
+            if not text_mode and (number_of := body["sampling_params"].get("logprobs")) is not None:
+                choice["logprobs"] = _content(answer.shown_ids(number), number_of)
             event: Body = {"request_id": answer.request_id, "usage": None, "output_mode": "text" if text_mode else "tokens"}
             if number == 0 and body.get("return_token_ids"):
                 event["prompt_token_ids"] = list(answer.prompt_ids)
@@ -131,6 +170,8 @@ class Completions:
             choice: Body = {"index": 0, "text": text, "logprobs": None, **answer.end(number)}
             choice["prompt_token_ids"] = list(answer.prompt_ids) if with_ids and number == 0 else None
             choice["token_ids"] = answer.shown_ids(number) if with_ids else None
+            if body.get("return_tokens_as_token_ids") and body.get("logprobs") is not None:
+                choice["logprobs"] = _lists(answer.shown_ids(number), body["logprobs"])
             yield self._head(answer) | {"choices": [choice], "usage": None}
 
     def usage_event(self, body: Mapping[str, Any], answer: Answer, usage: Body) -> Body:
