@@ -1,4 +1,7 @@
-"""The replay commands: `replay`, `report`, `generate`. Exit codes: 0 well, 1 too many failed requests, 2 wrong use or bad files."""
+"""The replay commands: `replay`, `report`, `generate`, and those of simulated engines.
+
+Exit codes: 0 well, 1 too many failed requests, 2 wrong use or bad files.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,16 @@ from cyclopts.types import NonNegativeFloat, PositiveFloat, PositiveInt
 from rich.console import Console
 from rich.progress import track
 
+from replays.calibrate.command import calibrate
 from replays.formats import open_traces
 from replays.generator import GeneratorSettings, generate_sessions
 from replays.options import ReplayOptions, to_arguments
 from replays.records import RecordsError, Run, read_run
 from replays.report import Report, make_report, read_report, write_report
 from replays.server import ask_version
+from replays.sim_engine.command import sim_engine
 from replays.simulator.command import simulate_command
+from replays.simulator.profile_command import profiles
 from replays.tables import report_tables
 from replays.traces import TraceError
 from replays.tuner.command import tune_command
@@ -33,6 +39,9 @@ from replays.tuner.command import tune_command
 app = App(name="replays", help="Replay recorded agent sessions, report on replays, and generate sessions.")
 app.command(simulate_command, name="simulate")
 app.command(tune_command, name="tune")
+app.command(sim_engine)
+app.command(profiles)
+app.command(calibrate)
 
 _ERRORS = Console(stderr=True, highlight=False)
 _OUTPUT = Console(highlight=False)

@@ -228,7 +228,7 @@ def test_the_command_prints_a_table_and_writes_json_with_definitions(
     ("arguments", "problem"),
     [
         (["--policy", "best"], "no eviction policy 'best'"),
-        (["--profile", "moon"], "no profile 'moon'"),
+        (["--profile", "moon"], "is no profile 'moon'"),
         (["--admission", "none"], "no admission policy 'none'"),
         (["--capacity", "10"], "less than a block"),
         (["--arrivals", "0"], "give a rate"),

@@ -172,7 +172,7 @@ def test_a_new_settings_file_holds_policy_and_parameters(tmp_path: Path) -> None
     ("arguments", "problem"),
     [
         (["--policy", "best"], "no eviction policy 'best'"),
-        (["--profile", "moon"], "no profile 'moon'"),
+        (["--profile", "moon"], "is no profile 'moon'"),
         (["--capacity", "much"], "no number of tokens"),
         (["--held-back", "0.0001"], "too few"),
     ],

@@ -14,8 +14,8 @@ from admission.eviction.choice import PolicyParameterError
 from admission.eviction.policy import Pool
 from admission.policies import ADMISSION_POLICIES
 from admission.returns import ReturnModel
-from replays.simulator.cost import PROFILES
 from replays.simulator.fates import Knowledge
+from replays.simulator.profiles import find_profile
 from replays.simulator.report import SimulationReport
 from replays.simulator.run import SimulationOptions, simulate
 from replays.simulator.scripts import Script
@@ -96,7 +96,7 @@ class Grid:
 
     def check(self) -> None:
         """Raises GridError for what cannot be simulated."""
-        _known("profile", [self.base.profile], PROFILES)
+        check_profile(self.base.profile)
         _known("admission policy", self.admissions, ADMISSION_POLICIES)
         _known("knowledge of ends", self.ends, ENDS)
         size = self.base.block_size
@@ -133,6 +133,14 @@ class Grid:
                     arm = (policy, admission, ends)
                     if arm != first:
                         yield arm
+
+
+def check_profile(name: str) -> None:
+    """Raises GridError for a profile that there is not, or a file that is none."""
+    try:
+        find_profile(name)
+    except ValueError as error:
+        raise GridError(str(error)) from None
 
 
 def _known(what: str, names: Iterable[str], table: Mapping[str, object]) -> None:

@@ -15,17 +15,21 @@ from replays.simulator.anatomy import Anatomy
 from replays.simulator.chains import Branch
 from replays.simulator.clock import Clock
 from replays.simulator.closed_loop import ClosedLoop
-from replays.simulator.cost import PROFILES, Profile
+from replays.simulator.cost import Profile
 from replays.simulator.engine import Engine
 from replays.simulator.fates import Fates, Knowledge
+from replays.simulator.fixed_shape import engines_of
 from replays.simulator.loop import Loop, LoopOptions
 from replays.simulator.open_loop import OpenLoop
 from replays.simulator.options import EngineOptions
 from replays.simulator.outcomes import Outcome
+from replays.simulator.pieces import PooledExtent
 from replays.simulator.pool import BlockPool
+from replays.simulator.profiles import find_profile
 from replays.simulator.report import SimulationReport, make_report
 from replays.simulator.scripts import Script
 from replays.simulator.server import Server
+from replays.simulator.tiers import CpuTier, TierOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,8 @@ class SimulationOptions:
     max_num_seqs: int | None = None
     """None: twice the concurrency, as the published recipes set it; in an open loop the profile's own."""
     num_replicas: int = 1
+    tier: TierOptions | None = None
+    """A CPU tier under each engine that prefills."""
     knowledge: Knowledge = field(default_factory=Knowledge)
     loop: LoopOptions = field(default_factory=LoopOptions)
     sample_seconds: float = 10.0
@@ -55,21 +61,18 @@ class Simulation:
 
     def __post_init__(self) -> None:
         options = self.options
-        self.profile: Profile = PROFILES[options.profile]
+        self.profile: Profile = find_profile(options.profile)
         self.clock = Clock()
         self.outcomes: list[Outcome] = []
         self.engine_options = engine_options(options, self.profile)
-        choice = EVICTION_POLICIES[options.policy]
-        fates = Fates(options.knowledge, self._uses if choice.needs_future else None)
+        self.tiers: list[CpuTier] = []
         self.anatomy = Anatomy(options.sample_seconds)
-        engines = [
-            Engine(
-                self.engine_options,
-                BlockPool(self.engine_options.num_blocks, self._policy(), fates, self.anatomy.evicted),
-                self.profile.cost,
-            )
-            for _ in range(options.num_replicas)
-        ]
+        if options.num_replicas > 1 and self.profile.prefill is not None:
+            raise ValueError(f"profile {self.profile.name!r} has prefill and decode apart, which is simulated with one replica only")
+        engines: list[Engine] = []
+        for _ in range(options.num_replicas):
+            made, handover = engines_of(self.profile, self._engine)
+            engines += made
         capacity = self.engine_options.num_blocks * options.block_size * options.num_replicas
         self.server = Server(
             self.clock,
@@ -78,6 +81,7 @@ class Simulation:
             self.profile.request_seconds,
             self.profile.token_seconds,
             self.outcomes.append,
+            handover,
             self.anatomy.ended,
         )
         kind = ClosedLoop if options.loop.arrivals is None else OpenLoop
@@ -85,6 +89,26 @@ class Simulation:
 
     def _uses(self, branch: Branch, now: float) -> Iterator[tuple[float, int]]:
         return self.loop.uses(branch, now)
+
+    def _engine(self, profile: Profile) -> Engine:
+        options = self.options
+        settings = engine_options(options, profile)
+        choice = EVICTION_POLICIES[options.policy]
+        fates = Fates(options.knowledge, self._uses if choice.needs_future else None)
+        if options.tier is None or profile is not (self.profile.prefill or self.profile):
+            return Engine(settings, BlockPool(settings.num_blocks, self._policy(), fates, self.anatomy.evicted), profile.cost)
+        tier = CpuTier(options.tier, settings.block_size, profile.cost)
+        self.tiers.append(tier)
+
+        def evicted(branch: Branch, start: int, end: int, extent: PooledExtent, now: float) -> None:
+            self.anatomy.evicted(branch, start, end, extent, now)
+            tier.evicted(branch, start, end)
+
+        def stored(branch: Branch, start: int, end: int, now: float) -> None:
+            tier.stored(branch, start, end)
+
+        pool = BlockPool(settings.num_blocks, self._policy(), fates, evicted, stored)
+        return Engine(settings, pool, profile.cost, loader=tier)
 
     def _policy(self) -> EvictionPolicy:
         options = self.options

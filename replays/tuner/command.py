@@ -14,8 +14,7 @@ from cyclopts import Parameter, validators
 from cyclopts.types import PositiveInt
 
 from replays.simulator.command import EndsName, WorkloadOptions, output, progress_bar, say_error, write_json
-from replays.simulator.cost import PROFILES
-from replays.simulator.grid import ENDS, GridError, parse_tokens
+from replays.simulator.grid import ENDS, GridError, check_profile, parse_tokens
 from replays.simulator.run import SimulationOptions
 from replays.simulator.scripts import Script
 from replays.traces import TraceError
@@ -94,8 +93,7 @@ def tune_command(
     try:
         base = options.simulation()
         space = space_of(policy)
-        if options.profile not in PROFILES:
-            raise GridError(f"no profile {options.profile!r}; there are: {', '.join(PROFILES)}")
+        check_profile(options.profile)
         tokens = parse_tokens(capacity) if capacity else None
         for path in filter(None, (out, study.parent if study else None)):
             path.mkdir(parents=True, exist_ok=True)
