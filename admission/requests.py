@@ -23,6 +23,8 @@ class AdmissionRequest:
     reserve_tokens: int = 0
     """Of the charge, what is set aside for output and growth."""
     tenant: str | None = None
+    is_aside: bool = False
+    """A side request: its session's context is another, so that its size says nothing of the session."""
 
     @property
     def uncached_tokens(self) -> int:

@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 
 from agentserve.dialects import anthropic_errors, errors
 from agentserve.errors import AgentserveError, ClientError, NotFound
-from agentserve.routes import cache, chat, messages, operations, responses, sessions
+from agentserve.routes import admin, cache, chat, messages, operations, responses, sessions
 from agentserve.server import Server
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
@@ -25,6 +25,7 @@ def build_app(server: Server, lifespan: Lifespan | None = None) -> FastAPI:
     app.include_router(messages.router(server))
     app.include_router(responses.router(server))
     app.include_router(operations.router(server))
+    app.include_router(admin.router(server))
     app.include_router(cache.router(server))  # before the sessions, whose ids may hold slashes
     app.include_router(sessions.router(server))
 

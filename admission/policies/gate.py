@@ -131,6 +131,14 @@ class Gate:
             target_share=rule.share,
         )
 
+    def is_member(self, session_id: str) -> bool:
+        """Whether the session has a place, so that its turns go ahead."""
+        return self._rule.is_member(session_id)
+
+    def num_waiting_of(self, session_id: str) -> int:
+        """Turns of the session that wait."""
+        return self._line.num_waiting_of(session_id)
+
     def waiting(self) -> list[Waiting]:
         return list(self._line)
 

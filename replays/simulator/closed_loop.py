@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from replays.plan import PlannedCall
+from replays.plan import PlannedCall, TreePlan
 from replays.play import TreePlay
 from replays.simulator.chains import Branch, BranchSet
 from replays.simulator.clock import Clock, Rank
@@ -29,8 +29,12 @@ class LoopOptions:
     """Requests per lane after the primers, one token each."""
     window_start: float = 0.25
     window_end: float = 0.75
+    window_in_turns: bool = False
+    """The window is a share of a session's calls, not of its recorded time as with AgentX: long pauses then draw no starts."""
     idle_cap: float = 300.0
     system_idle_cap: float = 10.0
+    num_tenants: int = 1
+    """Sessions belong to them in turn."""
     shuffle: bool = True
     """Draw the sessions in an order that the seed gives; else in the order of the files, as the live replay does."""
 
@@ -122,7 +126,9 @@ class ClosedLoop:
                 path=path_of(play.branches.tail(play.script.places[call.number])),
                 num_prompt_tokens=prompt,
                 num_output_tokens=call.max_tokens if max_tokens is None else max_tokens,
-                return_class=call.request.stop or "unknown",
+                stop=call.request.stop,
+                from_user="text" in call.request.input_types,
+                tenant=None if self.options.num_tenants == 1 else f"tenant-{play.number % self.options.num_tenants}",
                 warmup=not self.profiling,
                 on_done=done,
                 num_theoretical_blocks=call.theoretical.num_hit_blocks,
@@ -168,6 +174,14 @@ def _uses(play: Play, branch: int, now: float) -> Iterator[tuple[float, int]]:
             yield tree.expected_at(calls[number], now, play.clock_seconds), depth
 
 
+def _window_seconds(plan: TreePlan, share: float, *, in_turns: bool) -> float:
+    """Trace seconds from the session's start to where a lane enters it."""
+    if not in_turns:
+        return share * plan.duration_seconds
+    call = plan.calls[min(int(share * len(plan.calls)), len(plan.calls) - 1)]
+    return call.request.start_seconds - plan.start_seconds
+
+
 class _Lane:
     """One live session tree after another."""
 
@@ -188,7 +202,7 @@ class _Lane:
             return
         share = self._random.uniform(loop.options.window_start, loop.options.window_end)
         tree = self.play.tree
-        primers = tree.skip_to(share * tree.plan.duration_seconds, loop.clock.now)
+        primers = tree.skip_to(_window_seconds(tree.plan, share, in_turns=loop.options.window_in_turns), loop.clock.now)
         self._num_primers = len(primers)
         for primer in primers:
             loop.send(self, self.play, primer, 1, primer=True)

@@ -54,6 +54,9 @@ class Profile:
 
 
 PROFILES: dict[str, Profile] = {
+    "light": Profile("light", 4_812_800, EngineOptions(num_blocks=0), CostModel(0.002, 0.0, 0.0, 1 / 70_000)),
     "nominal": Profile("nominal", 6_264_960, EngineOptions(num_blocks=0), CostModel(0.02, 0.0, 0.0, 1 / 25_000)),
 }
-"""By name. `nominal` is no machine: 25,000 prefill tokens and 50 steps a second, fitted to nothing. It compares policies, not speeds."""
+"""By name. `nominal` is no machine: 25,000 prefill tokens and 50 steps a second, fitted to nothing. It compares policies, not speeds.
+`light` is the embedded CPU engine in a replay of a 64th of the tokens at 15 times the speed, in the trace's own seconds and tokens: so fast
+that next to nothing is pinned, and what sessions leave idle decides."""

@@ -10,6 +10,7 @@ import numpy as np
 from msgspec import Struct
 
 from replays.simulator.anatomy import Anatomy
+from replays.simulator.fairness import fairness
 from replays.simulator.outcomes import Outcome
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ class SimulationReport(Struct, kw_only=True):
     """From the client's request, any wait for admission included."""
     tpot_seconds: dict[str, float]
     e2e_seconds: dict[str, float]
+    wait_seconds: dict[str, float]
+    """For admission: `replays.simulator.fairness`, with Jain's index over sessions as `jain`."""
     preemptions: int
     kv_usage_peak: float
     kv_usage_mean: float
@@ -122,6 +125,7 @@ def make_report(
         ttft_seconds=_percentiles([outcome.first_token - outcome.asked for outcome in done]),
         tpot_seconds=_percentiles([_tpot(outcome) for outcome in done if outcome.num_output_tokens > 1]),
         e2e_seconds=_percentiles([outcome.finished - outcome.asked for outcome in done]),
+        wait_seconds=fairness(done),
         preemptions=sum(counter.num_preemptions for counter in counters),
         kv_usage_peak=max(counter.peak_usage for counter in counters),
         kv_usage_mean=sum(counter.usage_seconds for counter in counters) / (elapsed * len(counters)) if elapsed else 0.0,

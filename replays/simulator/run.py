@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from admission.eviction import EVICTION_POLICIES
 from admission.eviction.policy import EvictionPolicy, Pool
+from admission.lifecycle import Lifecycle
 from admission.policies import ADMISSION_POLICIES
 from admission.requests import Limits
 from admission.returns import ReturnModel, ReturnParameters
@@ -18,6 +19,7 @@ from replays.simulator.closed_loop import ClosedLoop, LoopOptions
 from replays.simulator.cost import PROFILES, Profile
 from replays.simulator.engine import Engine
 from replays.simulator.fates import Fates, Knowledge
+from replays.simulator.lives import Lives
 from replays.simulator.options import EngineOptions
 from replays.simulator.outcomes import Outcome
 from replays.simulator.pool import BlockPool
@@ -40,6 +42,8 @@ class SimulationOptions:
     max_num_seqs: int | None = None
     """None: twice the concurrency, as the published recipes set it."""
     num_replicas: int = 1
+    context_tokens: int | None = None
+    """The model's limit, as far as the server knows it; prompts are not cut to it."""
     knowledge: Knowledge = field(default_factory=Knowledge)
     loop: LoopOptions = field(default_factory=LoopOptions)
     sample_seconds: float = 10.0
@@ -59,7 +63,9 @@ class Simulation:
         self.outcomes: list[Outcome] = []
         self.engine_options = engine_options(options, self.profile)
         choice = EVICTION_POLICIES[options.policy]
-        fates = Fates(options.knowledge, self._uses if choice.needs_future else None)
+        self.returns = ReturnModel(ReturnParameters(longest_gap_seconds=options.loop.idle_cap))
+        lives = Lives(Lifecycle(self.returns, context_tokens=options.context_tokens), options.knowledge.ends)
+        fates = Fates(options.knowledge, self._uses if choice.needs_future else None, lives.is_left)
         self.anatomy = Anatomy(options.sample_seconds)
         engines = [
             Engine(
@@ -77,7 +83,9 @@ class Simulation:
                 TicketBook(),
                 Limits(capacity_tokens=capacity, longest_idle_seconds=options.loop.idle_cap),
                 options.admission_parameters,
+                lives.lifecycle,
             ),
+            lives,
             self.profile.request_seconds,
             self.profile.token_seconds,
             self.outcomes.append,
@@ -89,8 +97,7 @@ class Simulation:
 
     def _policy(self) -> EvictionPolicy:
         options = self.options
-        returns = ReturnModel(ReturnParameters(longest_gap_seconds=options.loop.idle_cap))
-        pool = Pool(self.engine_options.num_blocks, returns)
+        pool = Pool(self.engine_options.num_blocks, self.returns)
         return EVICTION_POLICIES[options.policy].build(pool, options.parameters)
 
     def run(self) -> SimulationReport:
