@@ -21,6 +21,7 @@ from admission.policies import ADMISSION_POLICIES
 from admission.requests import Limits
 from admission.returns import ReturnModel
 from admission.tickets import TicketBook
+from admission.twins import TwinGate
 from agentserve.cache import CacheBooks
 from agentserve.canonical.canonicaliser import choose
 from agentserve.deliveries import Deliveries
@@ -29,6 +30,8 @@ from agentserve.engines import ChatEngine, Engine
 from agentserve.engines.embedded import EmbeddedEngine
 from agentserve.engines.hints import EngineHints, NoHints
 from agentserve.engines.kv_events import KvEventSubscriber
+from agentserve.engines.lmcache import LmcacheServer
+from agentserve.engines.lmcache_command import LmcacheOptions
 from agentserve.engines.vllm import VllmEngine
 from agentserve.engines.vllm_command import EmbeddedOptions
 from agentserve.errors import SetupError
@@ -44,11 +47,14 @@ from agentserve.state.breaker import Failure
 from agentserve.state.link import RedisLink
 from agentserve.state.stored import Listeners, StoredSessions
 from agentserve.turns import Turns
+from agentserve.twins import TwinRoom
 from agentserve.waiting import WaitingRoom
 from model.chat import ChatFormat
 from model.chat.formats import chat_format
 from model.tokenizer import Tokenizer, verify
 from prefix_cache.mirror import Mirror
+from prefix_cache.tiers.chunks import Watermark
+from prefix_cache.tiers.offload import Offload
 
 DEFAULT_BLOCK_SIZE = 128
 """For block hashes where the engine does not say its size; no block figure is reported then."""
@@ -60,27 +66,58 @@ _log = structlog.get_logger(__name__)
 async def running_server(settings: Settings, progress: Callable[[str], None]) -> AsyncIterator[Server]:
     """A server whose engine answers. Raises SetupError, or EngineUnavailable if the engine never does."""
     async with AsyncExitStack() as stack:
-        engine, events, replay, nano = make_engine(settings, progress)
+        tier = await start_offload(settings, progress, stack)
+        engine, events, replay, nano = make_engine(settings, progress, tier)
         stack.push_async_callback(engine.close)
         await engine.start()
         tokenizer, chat = await asyncio.to_thread(load_model_files, settings.engine, model_folder(settings, engine, nano))
-        mirror = None
+        mirror, offload = None, None
         if events is not None and engine.info.block_size is not None:
             mirror = Mirror(engine.info.block_size)
+            offload = follow_offload(settings, mirror, tier)
             subscriber = KvEventSubscriber(events, replay, settings.engine.events_topic, mirror)
             stack.push_async_callback(subscriber.close)
             await subscriber.start()
             await subscriber.caught_up()  # else the first predictions would not know an older engine's blocks
             if isinstance(engine, EmbeddedEngine):
                 engine.on_restart = mirror.restarted
-        server = build(settings, engine, tokenizer, chat, mirror)
+        server = build(settings, engine, tokenizer, chat, mirror, offload)
         if server.turns.stored is not None:
             stack.push_async_callback(server.turns.stored.close)
             await server.turns.stored.start()
         yield server
 
 
-def make_engine(settings: Settings, progress: Callable[[str], None]) -> tuple[Engine, str | None, str | None, Path | None]:
+async def start_offload(settings: Settings, progress: Callable[[str], None], stack: AsyncExitStack) -> LmcacheServer | None:
+    """The cache server beside the embedded engine, if the settings ask for one. Raises SetupError."""
+    options = settings.offload
+    if options.tier == "off" or settings.engine.url is not None:
+        return None
+    url = options.url.get_secret_value() if options.url else None
+    tier = LmcacheServer(LmcacheOptions(options.bytes, options.chunk_tokens, settings.engine.block_size, url), progress=progress)
+    stack.push_async_callback(tier.close)
+    await tier.start()
+    return tier
+
+
+def follow_offload(settings: Settings, mirror: Mirror, tier: LmcacheServer | None) -> Offload | None:
+    """The books of the tiers behind the engine, fed by what the mirror hears. Raises SetupError."""
+    options = settings.offload
+    if options.tier == "off":
+        return None
+    if options.chunk_tokens % mirror.block_size:
+        raise SetupError(f"--offload-chunk-tokens must be a multiple of the engine's block of {mirror.block_size} tokens")
+    memory = None if options.capacity_tokens is None else Watermark(options.capacity_tokens // options.chunk_tokens)
+    offload = Offload(mirror.block_size, options.chunk_tokens, has_remote=options.url is not None, memory=memory)
+    mirror.on_batch = offload.apply
+    if tier is not None:
+        tier.on_change = lambda is_up: offload.started() if is_up else offload.stopped()
+    return offload
+
+
+def make_engine(
+    settings: Settings, progress: Callable[[str], None], tier: LmcacheServer | None = None
+) -> tuple[Engine, str | None, str | None, Path | None]:
     """The engine that the settings name, its event endpoints, and the embedded engine's model folder."""
     options = settings.engine
     if options.url is not None:
@@ -93,7 +130,9 @@ def make_engine(settings: Settings, progress: Callable[[str], None]) -> tuple[En
             kv_tokens=options.kv_tokens,
             block_size=options.block_size,
             max_model_len=options.max_model_len,
+            tensor_parallel=options.tensor_parallel,
             start_timeout_seconds=options.start_seconds,
+            extra_args=tier.engine_args if tier is not None else (),
         ),
         progress=progress,
     )
@@ -123,7 +162,13 @@ def load_model_files(options: EngineSettings, folder: Path) -> tuple[Tokenizer, 
 
 
 def build(
-    settings: Settings, engine: Engine, tokenizer: Tokenizer, chat: ChatFormat, mirror: Mirror | None, hints: EngineHints | None = None
+    settings: Settings,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    chat: ChatFormat,
+    mirror: Mirror | None,
+    offload: Offload | None = None,
+    hints: EngineHints | None = None,
 ) -> Server:
     """A server over parts that are ready. `hints`: the engine's plugin, where it has one."""
     clock = time.monotonic
@@ -136,13 +181,16 @@ def build(
     metrics = Metrics()
     retention, policies = admission(settings, limits, engine.info.max_model_len, hints or NoHints(), metrics, clock)
     room = retention.room
+    twins = TwinRoom(
+        TwinGate(settings.alignment.twin_blocks), limit_seconds=settings.alignment.twin_seconds, clock=clock, held=metrics.held
+    )
     namespaces = Namespaces(
         block_size=engine.info.block_size or DEFAULT_BLOCK_SIZE,
         max_tokens=settings.sessions.ledger_tokens,
         idle_seconds=settings.sessions.idle_seconds,
         share=settings.share_prefixes,
     )
-    books = CacheBooks(block_size=engine.info.block_size, ceiling_tokens=settings.sessions.ceiling_tokens, mirror=mirror)
+    books = CacheBooks(block_size=engine.info.block_size, ceiling_tokens=settings.sessions.ceiling_tokens, mirror=mirror, offload=offload)
     turns = Turns(
         engine=engine,
         tokenizer=tokenizer,
@@ -150,6 +198,7 @@ def build(
         namespaces=namespaces,
         books=books,
         retention=retention,
+        twins=twins,
         canonicaliser=choose(settings.canonicalise.mode, settings.canonicalise.on, settings.canonicalise.off),
         clock=clock,
         new_id=lambda: token_hex(12),
@@ -157,13 +206,20 @@ def build(
         wall_clock=_wall_clock,
         stored=stored_sessions(settings.state, partial(deployment, engine.info.model, tokenizer, chat), books, metrics, clock),
     )
+    metrics.count("engine_retries", "Requests sent to the engine twice, as nothing came of the first", lambda: engine.num_retries)
     metrics.watch("waiting_turns", "Turns that wait for a ticket", lambda: room.num_waiting)
+    metrics.watch("held_turns", "Turns that wait for a twin", lambda: twins.num_held)
     metrics.watch("sessions", "Sessions that are known", lambda: namespaces.num_sessions)
     metrics.watch("ledger_tokens", "Tokens that all ledgers hold", lambda: namespaces.num_tokens)
     metrics.watch("ceiling_index_tokens", "Tokens that the ceiling index holds", lambda: books.tree.num_tokens)
     if mirror is not None:
         metrics.watch("kv_resident_tokens", "Tokens resident in the engine's KV cache, by its events", lambda: mirror.num_resident_tokens)
         metrics.watch("mirror_suspect", "1 while the mirror may not know all that is resident", lambda: mirror.is_suspect)
+    if offload is not None:
+        metrics.watch(
+            "offload_resident_tokens", "Tokens whole in the offload tier's memory, by its events", lambda: offload.num_resident_tokens
+        )
+        metrics.watch("offload_up", "0 while the offload tier's server is known not to run", lambda: offload.is_up)
     created = int(_wall_clock())
     responses = ResponseStore(settings.limits.stored_response_bytes)
     metrics.watch("stored_response_bytes", "JSON of stored Responses", lambda: responses.num_bytes)

@@ -11,6 +11,7 @@ from prefix_cache.blocks import BlockHash
 from prefix_cache.hits import NOWHERE, Elsewhere, HitTotals, TurnHits, account
 from prefix_cache.in_flight import Computing, InFlight
 from prefix_cache.mirror import Mirror
+from prefix_cache.tiers.offload import ExternalHit, Offload
 from prefix_cache.tree import PrefixTree
 
 
@@ -34,6 +35,8 @@ class Estimate:
     elsewhere: Elsewhere = NOWHERE
     """`in_flight` is known only when the request is sent, see `CacheBooks.send`."""
 
+    external: ExternalHit | None = None
+    """What offload tiers will add to the leading blocks that the mirror holds. None: no tier is followed."""
     block_size: int = 1
     """Of `hashes`, tokens."""
 
@@ -61,11 +64,15 @@ _MAX_LOOKS = 16
 
 
 class CacheBooks:
-    """Estimates before, books after. `block_size` None: the engine does not say; then there are no block figures."""
+    """Estimates before, books after. `block_size` None: the engine does not say; then there are no block figures.
 
-    def __init__(self, *, block_size: int | None, ceiling_tokens: int, mirror: Mirror | None) -> None:
+    `offload` needs a mirror: what a tier adds is counted beyond what the GPU holds.
+    """
+
+    def __init__(self, *, block_size: int | None, ceiling_tokens: int, mirror: Mirror | None, offload: Offload | None = None) -> None:
         self.block_size = block_size
         self.mirror = mirror
+        self.offload = offload if mirror is not None else None
         self.tree = PrefixTree(ceiling_tokens)
         self.in_flight = InFlight()
         self.totals = HitTotals()
@@ -98,8 +105,12 @@ class CacheBooks:
         predicted = mirror.predict(hashes, estimate.num_prompt_tokens, min(start, len(hashes)))
         resident = predicted // mirror.block_size
         prompt.resident_as_of, prompt.num_resident_blocks = departures, resident
+        external = self.offload.predict(hashes, estimate.num_prompt_tokens, predicted) if self.offload is not None else None
+        given = predicted + external.num_given_tokens if external is not None and external.num_given_tokens else 0
         return replace(
             estimate,
+            external=external,
+            elsewhere=replace(estimate.elsewhere, offload=max(estimate.elsewhere.offload, given)),
             predicted=None if mirror.is_suspect else predicted,
             num_resident_blocks=resident,
             removed=tuple(map(mirror.was_removed, hashes[resident : estimate.ceiling // mirror.block_size])),
@@ -132,6 +143,15 @@ class CacheBooks:
         if self.mirror.match(estimate.hashes[:stop], start) == stop:
             sent.settled = departures
 
+    def num_known_blocks(self, estimate: Estimate) -> int:
+        """Leading blocks that need not be computed as far as anybody knows: resident, or without a mirror computed before.
+
+        All of the prompt's blocks where the engine does not say how large they are.
+        """
+        if self.mirror is not None:
+            return estimate.num_resident_blocks
+        return estimate.ceiling // self.block_size if self.block_size is not None else len(estimate.hashes)
+
     def computed(self, prompt: FlatPrompt, num_tokens: int) -> None:
         """The engine has computed the first `num_tokens` of the prompt; no more than the last token may be beyond them."""
         ids = prompt.ids
@@ -149,13 +169,28 @@ class CacheBooks:
         """Account for a request that the engine has answered; `computed` holds its prompt and what was generated."""
         hits = self._account(estimate, relation, sent, num_cached_tokens)
         if self.mirror is not None and num_cached_tokens is not None:
-            size = self.mirror.block_size
-            num_blocks = max(0, len(computed.ids) - 1) // size
-            # Also while suspect: a run of right guesses is what ends the suspicion.
-            self.mirror.learn(computed.chain.hashes, num_cached_tokens, estimate.num_resident_blocks * size, num_blocks=num_blocks)
+            self._learn(self.mirror, estimate, num_cached_tokens, computed)
         session.totals.add(hits)
         self.totals.add(hits)
         return hits
+
+    def _learn(self, mirror: Mirror, estimate: Estimate, num_cached_tokens: int, computed: FlatPrompt) -> None:
+        hashes, num_computed = computed.chain.hashes, max(0, len(computed.ids) - 1)
+        guess = estimate.num_resident_blocks * mirror.block_size
+        beyond = max(0, num_cached_tokens - guess) if estimate.external is not None else 0
+        if estimate.external is not None and estimate.predicted is None:
+            beyond = min(beyond, estimate.external.num_tokens)  # a suspect mirror may also know too little of the GPU
+        # Also while suspect: a run of right guesses is what ends the suspicion.
+        mirror.learn(hashes, num_cached_tokens - beyond, guess, num_blocks=num_computed // mirror.block_size)
+        if self.offload is not None and estimate.external is not None:
+            self.offload.learn(estimate.hashes, estimate.num_prompt_tokens, num_cached_tokens, estimate.external)
+            self.offload.computed(hashes, num_computed, salted=bool(computed.salt))
+
+    def _external(self, estimate: Estimate, num_cached_tokens: int | None) -> int | None:
+        """Of the hit, what the GPU did not hold: the engine reports the sum only. None where that cannot be told."""
+        if estimate.external is None or estimate.predicted is None or num_cached_tokens is None:
+            return None
+        return max(0, num_cached_tokens - estimate.predicted)
 
     def preview(self, estimate: Estimate, relation: Relation) -> TurnHits:
         """The account before the engine has answered: `actual` and `missed` unknown."""
@@ -181,6 +216,8 @@ class CacheBooks:
             in_flight=sent.in_flight - max(actual, sent.in_flight_start),
             elsewhere=replace(estimate.elsewhere, in_flight=sent.in_flight),
             recomputed_tokens=recomputed,
+            external_predicted=None if estimate.external is None or estimate.predicted is None else estimate.external.num_tokens,
+            external=self._external(estimate, num_cached_tokens),
             # What was resident when it was sent, left while it ran and is missing in its count: the count is of the run after that.
             recomputed_in_gap=first < estimate.num_resident_blocks and self._recomputed(estimate, sent, first, first + 1) > 0,
         )

@@ -56,6 +56,9 @@ class EngineSettings(Part):
     kv_tokens: int = Field(262_144, ge=256, description="KV capacity of the embedded engine, tokens; small values make evictions happen.")
     block_size: int = Field(128, ge=32, multiple_of=32, description="KV block size of the embedded engine, tokens.")
     max_model_len: int = Field(131_072, ge=256, description="Context length of the embedded engine, tokens (cut to its KV capacity).")
+    tensor_parallel: int = Field(
+        1, ge=1, description="Tensor-parallel ranks of the embedded engine; two are real shards, and slower on a CPU."
+    )
 
 
 class LimitSettings(Part):
@@ -69,6 +72,15 @@ class LimitSettings(Part):
     stored_response_bytes: int = Field(
         256 << 20, ge=0, description="JSON of stored Responses that is kept, bytes; the least recently used go first."
     )
+
+
+class AlignmentSettings(Part):
+    twin_blocks: int = Field(
+        8,
+        ge=0,
+        description="Blocks not yet computed that make two turns twins: the second waits until the first has them; 0: nobody waits.",
+    )
+    twin_seconds: float = Field(10.0, gt=0, description="Longest that a turn waits for its twin, seconds; then it computes on its own.")
 
 
 class SessionSettings(Part):
@@ -94,6 +106,23 @@ class StateSettings(Part):
     ttl_seconds: float = Field(6 * 3600.0, gt=0, description="A stored session without a turn on any server expires after this, seconds.")
 
 
+class OffloadSettings(Part):
+    tier: Literal["off", "lmcache"] = Field(
+        "off",
+        description="lmcache: an LMCache server behind the KV cache. Started beside the embedded engine; with --engine-url, followed.",
+    )
+    bytes: int = Field(1 << 30, ge=1 << 20, description="Memory of the LMCache server that is started, bytes over all ranks.")
+    chunk_tokens: int = Field(
+        256, ge=32, description="Tokens of a chunk, which the tier keeps or loses as one: a multiple of the block size."
+    )
+    url: SecretStr | None = Field(None, description="redis://[user:password@]host[:port] of LMCache's second level; default: memory only.")
+    capacity_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="With --engine-url: memory of an LMCache that does not announce what it evicts, tokens; its LRU is then modelled.",
+    )
+
+
 class CanonicaliseSettings(Part):
     mode: Literal["on", "off"] = Field("on", description="off: heads pass exactly as clients send them.")
     off: Names = Field((), description="Rules of the canonicaliser that are off, by name, with commas between.")
@@ -116,8 +145,10 @@ class Settings(BaseSettings):
     cache_folder: Path = Field(Path.home() / ".cache" / "agentserve", description="Where the generated nano model is kept.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged (JSON on stderr).")
     engine: EngineSettings = EngineSettings()
+    offload: OffloadSettings = OffloadSettings()
     limits: LimitSettings = LimitSettings()
     admission: AdmissionSettings = AdmissionSettings()
+    alignment: AlignmentSettings = AlignmentSettings()
     sessions: SessionSettings = SessionSettings()
     state: StateSettings = StateSettings()
     canonicalise: CanonicaliseSettings = CanonicaliseSettings()

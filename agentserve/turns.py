@@ -4,7 +4,7 @@
                 what the canonicaliser took out of the head is told in a note behind the newest message, where it changed
     2  render   only the new items become tokens (long ones off the event loop) and join the branch
     3  predict  what could be a prefix hit, and what the mirror says will be one
-    4  admit    a ticket for what the turn adds; without room the turn waits
+    4  admit    while another turn computes the same head, wait for it; then a ticket for what the turn adds, or a wait without room
     5  generate ids out, ids in; each step is parsed into reasoning, text and tool calls
     6  commit   generated ids join the ledger as they are; hits and miss causes are booked; the ticket goes back
 
@@ -25,6 +25,7 @@ from agentserve.conversation import Conversation, TurnOptions
 from agentserve.divergence import Divergence, divergence, volatile
 from agentserve.engines import Chunk, Engine, GenerateRequest, Usage
 from agentserve.errors import ContextTooLong, EngineError
+from agentserve.heads import HeadBreak
 from agentserve.identity import Identity
 from agentserve.ledger import Node
 from agentserve.logprobs import LogprobTrail
@@ -37,6 +38,7 @@ from agentserve.state.recall import Recall
 from agentserve.state.stored import StoredSessions
 from agentserve.stops import StopCutter
 from agentserve.tool_rules import sampling_of
+from agentserve.twins import TwinRoom
 from model.chat import ChatFormat, Delta, OutputParser, ReasoningDelta
 from model.conversation import AssistantItem
 from model.tokenizer import Tokenizer
@@ -59,6 +61,8 @@ class Plan:
     """Where the client changed its history: messages behind the head that are as they were before."""
     divergence: Divergence | None = None
     """Where the prompt leaves the session's history."""
+    head_break: HeadBreak | None = None
+    """Where a head that is new leaves the known one that is most like it."""
     since: PromptChange | None = None
     """What has changed since the answer that the client names; None if it names none."""
 
@@ -137,6 +141,7 @@ class Turn:
             place.form.effects,
             place.num_known if relation.kind is TurnKind.EDITED else None,
             _divergence(session, place, relation, estimate),
+            place.head_break,
             _since(namespace, session, place, options.since),
         )
         self._sent: Sent = turns.books.send(estimate)  # last: from here on there is something to give back
@@ -208,6 +213,7 @@ class Turn:
             self._life.first_token()
             prompt = self._place_prompt()
             books.computed(prompt, len(prompt.ids))
+            self._turns.twins.computed(self._request.request_id)
 
     def _place_prompt(self) -> FlatPrompt:
         """The session's prompt, brought to where this turn begins."""
@@ -275,6 +281,7 @@ class Turn:
             len(self._generated),
             hits,
             self.plan.divergence,
+            self.plan.head_break,
         )
 
 
@@ -282,9 +289,12 @@ def _divergence(session: Session, place: Place, relation: Relation, estimate: Es
     """Where the prompt leaves what its session had, or what was known under a head that differs in volatile content only."""
     if estimate.volatile_tokens:
         return volatile(estimate.ceiling, estimate.volatile_tokens)
-    if relation.kind not in (TurnKind.EDITED, TurnKind.RETRY):
+    if relation.kind in (TurnKind.EDITED, TurnKind.RETRY):
+        history = session.nearest_tip(place.matched)[0]
+    elif relation.kind is TurnKind.INEXACT and session.tip is not None and session.tip.head is not place.node.head:
+        history = session.tip  # under a head that was known before, with what was answered under another
+    else:
         return None
-    history = session.nearest_tip(place.matched)[0]
     return divergence(history, place.node) if history is not None else None
 
 
@@ -310,6 +320,7 @@ class Turns:
         namespaces: Namespaces,
         books: CacheBooks,
         retention: Retention,
+        twins: TwinRoom,
         canonicaliser: Canonicaliser,
         clock: Callable[[], float],
         new_id: Callable[[], str],
@@ -325,6 +336,7 @@ class Turns:
         self.books = books
         self.retention = retention
         self.room = retention.room
+        self.twins = twins
         self.stored = stored
         self.log = log
         self.clock = clock
@@ -354,14 +366,19 @@ class Turns:
         try:
             relation = session.relation(place.matched, more=place.more, foreign=place.foreign)
             request, estimate = self._request(session, namespace, place, options)
+            known = self.books.num_known_blocks(estimate)
+            computed = await self.twins.wait(estimate.hashes, known)
+            if computed > known:
+                request, estimate = self._request(session, namespace, place, options)
             ask = Ask(session, namespace, place, relation, estimate, request, options, identity.is_last)
-            async with self.retention.admitted(ask) as life:
-                times.granted = self.clock()
-                turn = Turn(self, session, namespace, place, relation, estimate, request, options, times, life)
-                try:
-                    yield turn
-                finally:
-                    turn.abandon()
+            with self.twins.computing(request.request_id, estimate.hashes, max(computed, self.books.num_known_blocks(estimate))):
+                async with self.retention.admitted(ask) as life:
+                    times.granted = self.clock()
+                    turn = Turn(self, session, namespace, place, relation, estimate, request, options, times, life)
+                    try:
+                        yield turn
+                    finally:
+                        turn.abandon()
         finally:
             namespace.ledger.release(place.node)
             session.running -= 1

@@ -8,7 +8,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 from rich.console import Console
 
-from benchmarks import agentx, overhead, turn_cost
+from benchmarks import agentx, cache, offload, overhead, turn_cost
 from benchmarks.cases import CasesFailed
 from benchmarks.client import BadAnswer
 from benchmarks.contenders import ContenderFailed
@@ -17,7 +17,9 @@ from benchmarks.report import CACHE_FOLDER, Benchmark, Options, show, write_json
 
 BENCHMARKS: dict[str, Benchmark] = {
     "agentx": agentx.measure,
+    "cache": cache.measure,
     "ledger": ledger.measure,
+    "offload": offload.measure,
     "overhead": overhead.measure,
     "turn_cost": turn_cost.measure,
 }
@@ -36,6 +38,7 @@ def run(
     ] = (),
     cache_folder: Annotated[Path, Parameter(help="Where peers are installed.")] = CACHE_FOLDER,
     url: Annotated[str, Parameter(help="A running server to measure (agentx); empty: one of the benchmark's own.")] = "",
+    traces: Annotated[Path | None, Parameter(help="Recorded sessions (cache): a file or folder; without: generated ones.")] = None,
 ) -> int:
     """Run benchmark NAME."""
     benchmark = BENCHMARKS.get(name)
@@ -43,7 +46,7 @@ def run(
         Console(stderr=True).print(f"no benchmark {name!r}; there are: {', '.join(BENCHMARKS)}")
         return 2
     try:
-        result = benchmark(Options(quick=quick, contenders=contenders, cache_folder=cache_folder, url=url))
+        result = benchmark(Options(quick=quick, contenders=contenders, cache_folder=cache_folder, url=url, traces=traces))
     except (BadAnswer, CasesFailed, ContenderFailed) as error:
         Console(stderr=True).print(str(error), markup=False)
         return 1

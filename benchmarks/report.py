@@ -29,6 +29,8 @@ class Options:
     """Where peers are installed, each in a virtual environment of its own."""
     url: str = ""
     """A running server to measure, where the benchmark can; empty: it starts its own."""
+    traces: Path | None = None
+    """Recorded sessions, where the benchmark reads some; None: generated ones."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,7 +84,7 @@ def scripted(renderer: FormatRenderer, model_folder: Path, kv: KvModel, **settin
 @pytest.mark.anyio
 async def test_a_twin_that_is_sent_while_its_head_is_computed_misses_it_in_flight(renderer: FormatRenderer, model_folder: Path) -> None:
     kv = KvModel(num_blocks=4096, block_size=BLOCK, prefill_tokens_per_second=2000, max_num_batched_tokens=BLOCK)
-    with scripted(renderer, model_folder, kv) as (_, served):
+    with scripted(renderer, model_folder, kv, alignment_twin_blocks=0) as (_, served):  # else the twin would wait
         first = asyncio.create_task(chat(served.url, [HEAD, user("first " * 30)], stream=False))
         await asyncio.sleep(0.1)
         twin = await chat(served.url, [HEAD, user("second " * 30)], stream=False)

@@ -161,7 +161,7 @@ async def test_the_operators_routes_need_the_operators_key(served: Served, upstr
 
 
 async def test_policies_change_under_running_and_waiting_turns(upstream: Upstream, model_folder: Path) -> None:
-    with serving(upstream.url, model_folder, admin_key="boss", limits_running_turns=1) as served:
+    with serving(upstream.url, model_folder, admin_key="boss", limits_running_turns=1, alignment_twin_blocks=0) as served:
         upstream.script(Script(say="one", ttft_seconds=0.6))
         turns = [asyncio.create_task(say(served, [SYSTEM, user(name)], name)) for name in ("a", "b", "c")]
         assert await asyncio.to_thread(wait_until, lambda: served.server.turns.room.num_waiting == 2, 5)
@@ -203,7 +203,7 @@ async def test_a_change_that_cannot_be_made_says_why_and_changes_nothing(upstrea
 
 
 async def test_waiting_turns_are_listed_and_can_be_cancelled(upstream: Upstream, model_folder: Path) -> None:
-    with serving(upstream.url, model_folder, admin_key="boss", limits_running_turns=1) as served:
+    with serving(upstream.url, model_folder, admin_key="boss", limits_running_turns=1, alignment_twin_blocks=0) as served:
         upstream.script(Script(say="one", ttft_seconds=0.6))
         first = asyncio.create_task(say(served, [SYSTEM, user("a")], "a"))
         assert await asyncio.to_thread(wait_until, lambda: served.server.turns.room.num_tickets == 1, 5)

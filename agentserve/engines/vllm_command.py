@@ -42,6 +42,8 @@ class EmbeddedOptions:
     """Prompt plus output, tokens; cut to what the KV cache and the model hold."""
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
+    tensor_parallel: int = 1
+    """Ranks, each a process with a share of the heads: real shards, and slower than one on a CPU."""
     restart: bool = True
     """Start the engine again, with back-off, when it dies."""
     dev_mode: bool = False
@@ -92,6 +94,7 @@ def vllm_command(model_folder: Path, port: int, options: EmbeddedOptions, *, eve
         "kv-cache-memory-bytes": str(num_gpu_blocks * options.block_size * config.kv_bytes_per_token),
         "max-num-seqs": str(options.max_num_seqs),
         "max-num-batched-tokens": str(options.max_num_batched_tokens),
+        "tensor-parallel-size": str(options.tensor_parallel),
         "scheduling-policy": "priority",
         "prefix-caching-hash-algo": "sha256_cbor",
         "tool-call-parser": "minimax_m3",

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from agentserve.cache import CacheBooks
-from agentserve.dialects.account import describe_divergence
+from agentserve.dialects.account import describe_divergence, describe_head_break
 from agentserve.errors import InvalidRequest
 from agentserve.headers import json_response
 from agentserve.records import TurnRecord
@@ -67,9 +67,12 @@ def describe_turn(record: TurnRecord) -> dict[str, Any]:
         "ceiling_block_tokens": hits.ceiling_blocks,
         "predicted_tokens": hits.predicted,
         "cached_tokens": hits.actual,
+        "external_predicted_tokens": hits.external_predicted,
+        "external_tokens": hits.external,
         "missed_tokens": hits.missed,
         "recomputed_tokens": hits.num_recomputed_tokens,
         "divergence": describe_divergence(record.divergence),
+        "head_break": describe_head_break(record.head_break),
     }
 
 
@@ -85,6 +88,7 @@ def describe_engine(server: Server) -> dict[str, Any]:
         "computing_blocks": len(server.books.in_flight),
         "ceiling_index_tokens": server.books.tree.num_tokens,
         "mirror": _mirror(server.books),
+        "offload": _offload(server.books),
     }
 
 
@@ -104,6 +108,20 @@ def _mirror(books: CacheBooks) -> dict[str, Any] | None:
         "under_predictions": mirror.num_under_predictions,
         "over_predictions": mirror.num_over_predictions,
         "contradictions": mirror.num_contradictions,
+    }
+
+
+def _offload(books: CacheBooks) -> dict[str, Any] | None:
+    offload = books.offload
+    if offload is None:
+        return None
+    return {
+        "up": offload.is_up,
+        "resident_tokens": offload.num_resident_tokens,
+        "chunk_tokens": offload.chunk_tokens,
+        "second_level": offload.remote is not None,
+        "unresolved_chunks": offload.num_unresolved_chunks,
+        "wrong_in_a_row": offload.num_wrong,
     }
 
 
