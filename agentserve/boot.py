@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -15,8 +16,10 @@ import msgspec
 import structlog
 import xxhash
 
+from admission.lifecycle import Lifecycle
 from admission.policies import ADMISSION_POLICIES
 from admission.requests import Limits
+from admission.returns import ReturnModel
 from admission.tickets import TicketBook
 from admission.twins import TwinGate
 from agentserve.cache import CacheBooks
@@ -26,6 +29,7 @@ from agentserve.deliveries import Deliveries
 from agentserve.dialects.responses_store import ResponseStore
 from agentserve.engines import ChatEngine, Engine
 from agentserve.engines.embedded import EmbeddedEngine
+from agentserve.engines.hints import EngineHints, NoHints
 from agentserve.engines.kv_events import KvEventSubscriber
 from agentserve.engines.lmcache import LmcacheServer
 from agentserve.engines.lmcache_command import LmcacheOptions
@@ -34,7 +38,9 @@ from agentserve.engines.vllm_command import EmbeddedOptions
 from agentserve.errors import SetupError
 from agentserve.media import MediaTurns
 from agentserve.metrics import Metrics
+from agentserve.policies import Policies, chosen
 from agentserve.records import TurnLog
+from agentserve.retention import Retention
 from agentserve.server import Server
 from agentserve.sessions import Namespaces
 from agentserve.settings import EngineSettings, Settings, StateSettings
@@ -160,17 +166,25 @@ def load_model_files(options: EngineSettings, folder: Path) -> tuple[Tokenizer, 
 
 
 def build(
-    settings: Settings, engine: Engine, tokenizer: Tokenizer, chat: ChatFormat, mirror: Mirror | None, offload: Offload | None = None
+    settings: Settings,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    chat: ChatFormat,
+    mirror: Mirror | None,
+    offload: Offload | None = None,
+    hints: EngineHints | None = None,
 ) -> Server:
-    """A server over parts that are ready."""
+    """A server over parts that are ready. `hints`: the engine's plugin, where it has one."""
     clock = time.monotonic
     limits = Limits(
         max_running=settings.limits.running_turns,
         max_waiting=settings.limits.queued_turns,
         capacity_tokens=engine.info.kv_capacity_tokens,
+        tier_tokens=settings.admission.tier_tokens or None,
     )
     metrics = Metrics()
-    room = WaitingRoom(ADMISSION_POLICIES["fcfs"](TicketBook(), limits), clock, metrics.queue.observe)
+    retention, policies = admission(settings, limits, engine.info.max_model_len, hints or NoHints(), metrics, clock)
+    room = retention.room
     twins = TwinRoom(
         TwinGate(settings.alignment.twin_blocks), limit_seconds=settings.alignment.twin_seconds, clock=clock, held=metrics.held
     )
@@ -187,7 +201,7 @@ def build(
         chat=chat,
         namespaces=namespaces,
         books=books,
-        room=room,
+        retention=retention,
         twins=twins,
         canonicaliser=choose(settings.canonicalise.mode, settings.canonicalise.on, settings.canonicalise.off),
         clock=clock,
@@ -226,7 +240,24 @@ def build(
         settings.limits.kept_answer_bytes, settings.limits.kept_answer_seconds, clock, lambda outcome: metrics.retries.labels(outcome).inc()
     )
     metrics.watch("kept_answer_bytes", "Whole answers that are kept for clients that ask again", lambda: deliveries.num_bytes)
-    return Server(settings, engine, turns, namespaces, books, metrics, responses, deliveries, media, created)
+    return Server(settings, engine, turns, namespaces, books, metrics, responses, deliveries, media, policies, created)
+
+
+def admission(
+    settings: Settings, limits: Limits, context_tokens: int, hints: EngineHints, metrics: Metrics, clock: Callable[[], float]
+) -> tuple[Retention, Policies]:
+    """Who may start, and what is known of those who may come back. Raises SetupError."""
+    returns = ReturnModel()
+    lifecycle = Lifecycle(returns, context_tokens=context_tokens)
+    picked = chosen(settings.admission.policy, settings.admission.parameters)
+    gate = ADMISSION_POLICIES[picked.policy](TicketBook(), limits, picked.parameters, lifecycle)
+    room = WaitingRoom(gate, clock, metrics.queue.observe)
+    retention = Retention(room, returns, lifecycle, hints, clock, lambda how: metrics.ended_sessions.labels(how).inc())
+    metrics.watch("admission_in_use_tokens", "What counts against the admission policy's budget", lambda: room.state().in_use_tokens)
+    metrics.watch("admission_budget_tokens", "The budget; +Inf without one", lambda: room.state().budget_tokens or math.inf)
+    metrics.watch("admission_members", "Sessions that have a place, running or idle", lambda: room.state().num_members)
+    metrics.watch("lost_hints", "Hints that the engine's plugin did not get", lambda: hints.num_lost)
+    return retention, Policies(room, limits, lifecycle, hints, picked)
 
 
 def captured_turns(settings: Settings, engine: Engine, metrics: Metrics, clock: Callable[[], float]) -> Capture | None:

@@ -18,7 +18,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
-from admission.requests import AdmissionRequest
 from agentserve.answers import kept_of
 from agentserve.cache import CacheBooks, Estimate, Sent
 from agentserve.canonical.canonicaliser import Canonicaliser, Effect
@@ -34,13 +33,13 @@ from agentserve.logprobs import LogprobTrail
 from agentserve.places import Place, Places
 from agentserve.prompt import FlatPrompt
 from agentserve.records import TurnLog, TurnRecord
+from agentserve.retention import Ask, Life, Retention
 from agentserve.sessions import Namespace, Namespaces, Relation, Session, TurnKind
 from agentserve.state.recall import Recall
 from agentserve.state.stored import StoredSessions
 from agentserve.stops import StopCutter
 from agentserve.tool_rules import sampling_of
 from agentserve.twins import TwinRoom
-from agentserve.waiting import WaitingRoom
 from model.chat import ChatFormat, Delta, OutputParser, ReasoningDelta
 from model.conversation import AssistantItem
 from model.tokenizer import Tokenizer
@@ -115,6 +114,7 @@ class Turn:
         request: GenerateRequest,
         options: TurnOptions,
         times: Times,
+        life: Life,
     ) -> None:
         self._turns = turns
         self._session = session
@@ -125,6 +125,7 @@ class Turn:
         self._request = request
         self._options = options
         self._times = times
+        self._life = life
         self._generated: list[int] = []
         self._kept: asyncio.Future[bool] | None = None
         self._num_reasoning_tokens = 0
@@ -183,7 +184,8 @@ class Turn:
         request = replace(request, request_id=self._turns.new_id(), sampling=sampling)
         options = replace(self._options, answer_id=None, since=None)
         now = self._turns.clock()
-        turn = Turn(self._turns, self._session, self._namespace, self._place, relation, estimate, request, options, Times(now, now))
+        times = Times(now, now)
+        turn = Turn(self._turns, self._session, self._namespace, self._place, relation, estimate, request, options, times, self._life)
         self._others.append(turn)
         return turn
 
@@ -210,6 +212,7 @@ class Turn:
             self._prefilled = True
             self._times.first_token = self._turns.clock()
             books.prefilled(self._sent)
+            self._life.first_token()
             prompt = self._place_prompt()
             books.computed(prompt, len(prompt.ids))
             self._turns.twins.computed(self._request.request_id)
@@ -263,6 +266,7 @@ class Turn:
         if reason == "stop" and item.calls and not self.parser.open_call:
             reason = "tool_calls"
         self._turns.log.add(self._session, self._record(reason, hits))
+        self._life.committed(item, reason, len(self._generated), hits)
         if self._turns.capture is not None:
             self._turns.capture.turn(self._facts(reason, item, num_cached_tokens))
         return Outcome(item, reason, self._last.stop_reason, len(self._generated), usage, hits, self._num_reasoning_tokens)
@@ -340,7 +344,7 @@ class Turns:
         chat: ChatFormat,
         namespaces: Namespaces,
         books: CacheBooks,
-        room: WaitingRoom,
+        retention: Retention,
         twins: TwinRoom,
         canonicaliser: Canonicaliser,
         clock: Callable[[], float],
@@ -356,7 +360,8 @@ class Turns:
         self._places = Places(tokenizer, chat, canonicaliser)
         self.namespaces = namespaces
         self.books = books
-        self.room = room
+        self.retention = retention
+        self.room = retention.room
         self.twins = twins
         self.stored = stored
         self.capture = capture
@@ -382,7 +387,6 @@ class Turns:
         named = namespace.sessions.get(identity.session) if identity.session is not None else None
         recall = Recall(self.stored, namespace, identity) if self.stored is not None else None
         place = await self._places.find(conversation, namespace.ledger, onto, named, recall)
-        turn: Turn | None = None
         session = namespace.resolve(identity, place.matched, self.clock(), self.new_id)
         namespace.own(place.node, session)
         session.running += 1
@@ -393,17 +397,16 @@ class Turns:
             computed = await self.twins.wait(estimate.hashes, known)
             if computed > known:
                 request, estimate = self._request(session, namespace, place, options)
-            resident = estimate.predicted or 0
-            charge = estimate.num_prompt_tokens - resident + request.max_tokens * options.num_choices
-            admission = AdmissionRequest(request.request_id, session.id, charge, resident)
+            ask = Ask(session, namespace, place, relation, estimate, request, options, identity.is_last)
             with self.twins.computing(request.request_id, estimate.hashes, max(computed, self.books.num_known_blocks(estimate))):
-                async with self.room.ticket(admission):
+                async with self.retention.admitted(ask) as life:
                     times.granted = self.clock()
-                    turn = Turn(self, session, namespace, place, relation, estimate, request, options, times)
-                    yield turn
+                    turn = Turn(self, session, namespace, place, relation, estimate, request, options, times, life)
+                    try:
+                        yield turn
+                    finally:
+                        turn.abandon()
         finally:
-            if turn is not None:
-                turn.abandon()
             namespace.ledger.release(place.node)
             session.running -= 1
             session.used = self.clock()
@@ -431,7 +434,7 @@ class Turns:
             session_id=session.id,
             priority=options.priority,
             cache_salt=namespace.salt,
-            xargs=options.xargs,
+            xargs={**options.xargs, **self.retention.turn_hints(session, place, options)},
             logprobs=options.logprobs,
             constrains_reasoning=sampling.constrained,
         )

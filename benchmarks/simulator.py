@@ -26,6 +26,7 @@ from benchmarks.contenders import ContenderFailed
 from benchmarks.public_simulator import PUBLIC, SideBySide, side_by_side
 from benchmarks.report import Options, Result, Row
 from replays.generator import GeneratorSettings, generate_sessions
+from replays.return_prior import CONTEXT_TOKENS
 from replays.simulator.cost import CostModel
 from replays.simulator.engine import Engine
 from replays.simulator.grid import ENDS
@@ -33,6 +34,7 @@ from replays.simulator.loop import LoopOptions
 from replays.simulator.pool import BlockPool
 from replays.simulator.run import SimulationOptions, simulate
 from replays.simulator.scripts import Script
+from replays.simulator.tiers import TierOptions
 from replays.simulator.workload import Reading, read_workload
 from replays.traces import Session, TraceSet
 from replays.tuner.front import winner
@@ -82,7 +84,7 @@ def _measure(options: Options, folder: Path) -> Result:
     with _STATUS.status("public simulator"):
         public = _beside(traces, options, folder)
     with _STATUS.status("tuning"):
-        closed = {} if options.quick else tuned_gap_closed(scripts, ("unknown", "said"))
+        closed = {} if options.quick else tuned_gap_closed(scripts)
     return _result(errors, speeds, growth, public, closed)
 
 
@@ -199,19 +201,27 @@ def _sample(traces: Path, most: int) -> list[Session]:
     return [session for session in (found[index] for index in range(0, len(found), step)) if session.root.requests][:most]
 
 
-def tuned_gap_closed(scripts: Sequence[Script], arms: Sequence[str]) -> dict[str, float | None]:
-    """By what policies are told of ends: the share of LRU's gap that the tuner's winner closes on a held-back fifth of the sessions."""
+ARMS: dict[str, tuple[str, TierOptions | None]] = {
+    "ends inferred": ("inferred", None),
+    "ends said": ("said", None),
+    "ends inferred, exclusive tier of 1.5 M tokens": ("inferred", TierOptions(1_500_000)),
+}
+
+
+def tuned_gap_closed(scripts: Sequence[Script]) -> dict[str, float | None]:
+    """By arm: the share of plain LRU's gap that the tuner's winner closes on a held-back fifth of the sessions."""
     tuned, held_back = split(scripts, 0.2)
-    space = space_of(())
+    space = space_of(("dead_first", "class_hazard", "ttl", "slru"))
     closed: dict[str, float | None] = {}
-    for ends in arms:
-        base = SimulationOptions(capacity_tokens=CAPACITY_TOKENS, knowledge=ENDS[ends], loop=LoopOptions(concurrency=STREAMS))
-        study = open_study(None, ends, space, SEEDS[0])
+    for arm, (ends, tier) in ARMS.items():
+        loop = LoopOptions(concurrency=STREAMS)
+        base = SimulationOptions(capacity_tokens=CAPACITY_TOKENS, knowledge=ENDS[ends], tier=tier, context_tokens=CONTEXT_TOKENS, loop=loop)
+        study = open_study(None, arm, space, SEEDS[0])
         with processes(tuned, 2) as executor:
             search(study, space, base, SEEDS, TRIALS, executor, 2, lambda done, total: None)
         with processes(held_back, 2) as executor:
             first, *_ = judge(executor, base, winner(tried(study)).setting, SEEDS)
-        closed[ends] = first.closed_share
+        closed[arm] = first.closed_share
     return closed
 
 

@@ -15,7 +15,9 @@ from textwrap import dedent
 
 from cyclopts import App
 
+from admission.choice import Choice
 from admission.eviction import EVICTION_POLICIES
+from admission.policies import ADMISSION_POLICIES
 from agentserve import turns
 from agentserve.canonical.table import CANONICAL_RULES
 from agentserve.cli import build_cli, settings_page
@@ -204,10 +206,8 @@ def eviction() -> str:
     """The eviction policies: what each does, what it needs to know, and its parameters with default and range."""
     rows = ["| policy | what leaves first | needs | parameters |", "|---|---|---|---|"]
     for name, choice in EVICTION_POLICIES.items():
-        defaults = choice.parameters()
         needs = "the future" if choice.needs_future else "return times" if choice.needs_returns else ""
-        knobs = [f"`{knob}` {getattr(defaults, knob):g} ({row.low:g} to {row.high:g}): {row.about}" for knob, row in choice.knobs().items()]
-        rows.append(f"| `{name}` | {choice.about} | {needs} | {'<br>'.join(knobs)} |")
+        rows.append(f"| `{name}` | {choice.about} | {needs} | {_knobs(choice)} |")
     return "\n".join(rows) + "\n"
 
 
@@ -217,6 +217,19 @@ def points() -> str:
     rows = ["| point | published | simulated | error | |", "|---|---|---|---|---|"]
     rows += [f"| {row.name} | {' | '.join(cells(row))} |" for row in record]
     return "\n".join([*rows, "", points_summary(record).capitalize() + "."]) + "\n"
+
+
+def admission() -> str:
+    """The admission policies: who goes first, and their parameters with default and range."""
+    rows = ["| policy | who may start | parameters |", "|---|---|---|"]
+    rows += [f"| `{name}` | {choice.about} | {_knobs(choice)} |" for name, choice in ADMISSION_POLICIES.items()]
+    return "\n".join(rows) + "\n"
+
+
+def _knobs(choice: Choice) -> str:
+    defaults = choice.parameters()
+    rows = choice.knobs().items()
+    return "<br>".join(f"`{name}` {getattr(defaults, name):g} ({row.low:g} to {row.high:g}): {row.about}" for name, row in rows)
 
 
 def body_fields() -> str:
@@ -234,6 +247,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "commands": commands,
     "cases": cases,
     "checks": checks,
+    "admission": admission,
     "eviction": eviction,
     "points": points,
 }

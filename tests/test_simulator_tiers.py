@@ -10,8 +10,10 @@ import pytest
 
 from admission.eviction import EVICTION_POLICIES
 from admission.eviction.policy import Pool
+from admission.lifecycle import Lifecycle
 from admission.policies import ADMISSION_POLICIES
 from admission.requests import Limits
+from admission.returns import ReturnModel
 from admission.tickets import TicketBook
 from model.m3.config import MINIMAX_M3
 from model.m3.dtypes import Dtype
@@ -21,6 +23,7 @@ from replays.simulator.clock import Clock
 from replays.simulator.cost import CostModel
 from replays.simulator.engine import Engine, EngineRequest
 from replays.simulator.handover import Handover, plan_reads
+from replays.simulator.lives import Lives
 from replays.simulator.options import EngineOptions
 from replays.simulator.outcomes import Outcome
 from replays.simulator.pool import BlockPool
@@ -54,10 +57,13 @@ def run(engines: list[Engine], requests: list[TimedRequest], handover: Handover 
     clock = Clock()
     outcomes: dict[str, Outcome] = {}
     admission = ADMISSION_POLICIES["fcfs"](TicketBook(), Limits(capacity_tokens=1 << 40))
-    server = Server(clock, engines, admission, on_outcome=lambda outcome: outcomes.__setitem__(outcome.stream, outcome), handover=handover)
+    lives = Lives(Lifecycle(ReturnModel()), says_ends=False)
+    server = Server(
+        clock, engines, admission, lives, on_outcome=lambda outcome: outcomes.__setitem__(outcome.stream, outcome), handover=handover
+    )
     for request in requests:
         call = Call(
-            request.number, str(request.number), request.path, len(request.token_ids), request.num_output_tokens, "unknown",
+            request.number, str(request.number), request.path, len(request.token_ids), request.num_output_tokens, "",
             warmup=False, on_done=lambda outcome: None,
         )  # fmt: skip
         clock.at(float(request.step), lambda call=call: server.submit(call, call.path[0].owner))  # type: ignore[misc]  # bound early

@@ -10,17 +10,21 @@ import msgspec
 import pytest
 from optuna.trial import TrialState
 
+from agentserve.policies import Chosen, chosen
+from agentserve.settings import load
 from replays.cli import app
 from replays.generator import GeneratorSettings, generate_sessions
 from replays.simulator.grid import ENDS, GridError, PointReport
 from replays.simulator.loop import LoopOptions
 from replays.simulator.run import SimulationOptions
 from replays.simulator.workload import Reading, Workload, read_workload
+from replays.tuner.apply import ApplyError, switch, write_settings
 from replays.tuner.front import front, winner
 from replays.tuner.search import Tried, open_study, processes, search, tried
-from replays.tuner.settings_file import SettingsFileError, apply
-from replays.tuner.space import Setting, Space, space_of
+from replays.tuner.space import Setting, Space, setting_of, space_of
 from replays.tuner.split import split
+from tests.serving import serving
+from tests.upstream import Upstream
 
 BASE = SimulationOptions(
     capacity_tokens=90_000, block_size=64, knowledge=ENDS["said"], loop=LoopOptions(concurrency=5, duration=400.0, warmup=2)
@@ -102,6 +106,24 @@ def test_parameters_stay_in_their_ranges_and_with_their_policy() -> None:
     assert seen == {"lru", "s3fifo", "class_hazard"}
 
 
+def test_admission_policies_are_searched_where_they_are_asked_for() -> None:
+    space = space_of(["class_hazard"], ["working_set"])
+    study = open_study(None, "x", space, seed=3)
+    seen = []
+    for _ in range(8):
+        trial = study.ask()
+        seen.append(space.suggest(trial))
+        study.tell(trial, [0.5, 1.0, 1.0, 0.0])
+        assert setting_of(study.trials[trial.number]) == seen[-1]
+    assert [(one.policy, one.admission) for one in seen[:3]] == [
+        ("lru", "fcfs"),
+        ("class_hazard", "fcfs"),
+        ("class_hazard", "working_set"),
+    ]
+    assert seen[2].admission_parameters
+    assert seen[2].on(BASE).admission == "working_set"
+
+
 @pytest.mark.parametrize(("policies", "problem"), [(["best"], "there are: lru"), (["farthest_next_use"], "needs the future")])
 def test_what_cannot_be_tuned_is_said(policies: list[str], problem: str) -> None:
     with pytest.raises(GridError, match=problem):
@@ -131,7 +153,7 @@ def test_the_command_reports_in_every_form_and_writes_the_settings(
     traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, settings = tmp_path / "out", tmp_path / "agentserve.toml"
-    settings.write_text('port = 9000\n\n[eviction]\npolicy = "lru"\n\n[limits]\nrunning_turns = 7\n')
+    settings.write_text('port = 9000\n\n[admission]\npolicy = "kv_budget"\n\n[limits]\nrunning_turns = 7\n')
     load = ["--streams", 5, "--capacity", "90k", "--block-size", 64, "--duration", 120, "--warmup-requests", 2, "--jobs", 1]
     search_for = ["--policy", "dead_first", "--ends", "said", "--trials", 3, "--seeds", 1]
     assert run(traces, *load, *search_for, "--out", out, "--apply", settings) == 0
@@ -143,29 +165,45 @@ def test_the_command_reports_in_every_form_and_writes_the_settings(
     assert report["num_tuned_sessions"] + report["num_held_back_sessions"] == 30
     assert [row["streams"] for row in report["judged"]] == [5, 4, 6]
     assert report["judged"][0]["oracle"]["policy"] == "farthest_next_use"
-    chosen = next(trial for trial in report["trials"] if trial["number"] == report["winner"])
+    best = next(trial for trial in report["trials"] if trial["number"] == report["winner"])
     html = (out / "report.html").read_text()
     assert html.count("data:image/png;base64,") == 2
-    assert chosen["policy"] in html
+    assert best["policy"] in html
     assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in ("trials.png", "held_back.png"))
     written = tomllib.loads(settings.read_text())
-    assert written == {"port": 9000, "eviction": {"policy": chosen["policy"], "parameters": []}, "limits": {"running_turns": 7}}
+    assert written == {"port": 9000, "admission": {"policy": "fcfs", "parameters": []}, "limits": {"running_turns": 7}}
 
 
 def test_a_settings_file_that_is_no_toml_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "s.toml"
     path.write_text("port = \n")
-    with pytest.raises(SettingsFileError, match="left as it is"):
-        apply(path, Setting("lru"))
+    with pytest.raises(ApplyError, match="left as it is"):
+        write_settings(path, Setting("lru"))
     assert path.read_text() == "port = \n"
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_new_settings_file_holds_policy_and_parameters(tmp_path: Path) -> None:
+WORKING_SET = Setting("lru", {}, "working_set", {"alpha": 0.875})
+
+
+def test_the_server_reads_the_settings_that_were_written(tmp_path: Path) -> None:
     path = tmp_path / "s.toml"
-    apply(path, Setting("class_hazard", {"horizon_seconds": 61.25}))
-    apply(path, Setting("class_hazard", {"horizon_seconds": 90.0}))
-    assert tomllib.loads(path.read_text()) == {"eviction": {"policy": "class_hazard", "parameters": ["horizon_seconds=90"]}}
+    write_settings(path, Setting("lru"))
+    write_settings(path, WORKING_SET)
+    settings = load({}, path)
+    assert chosen(settings.admission.policy, settings.admission.parameters) == Chosen("working_set", {"alpha": 0.875})
+
+
+def test_a_running_server_goes_on_by_what_was_chosen(upstream: Upstream, model_folder: Path) -> None:
+    with serving(upstream.url, model_folder, admin_key="secret") as served:
+        switch(served.url, "secret", WORKING_SET, with_eviction=False)
+        assert served.server.policies.admission == Chosen("working_set", {"alpha": 0.875})
+        with pytest.raises(ApplyError, match="did not take it"):
+            switch(served.url, "wrong", WORKING_SET, with_eviction=False)
+        with pytest.raises(ApplyError, match="plugin"):
+            switch(served.url, "secret", Setting("class_hazard"), with_eviction=True)
+    with pytest.raises(ApplyError, match="did not answer"):
+        switch(served.url, "secret", WORKING_SET, with_eviction=False)
 
 
 @pytest.mark.parametrize(

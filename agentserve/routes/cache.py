@@ -14,6 +14,7 @@ from agentserve.headers import json_response
 from agentserve.records import TurnRecord
 from agentserve.routes.sessions import describe_totals, find
 from agentserve.server import Server
+from agentserve.sessions import Namespace
 from prefix_cache.mirror import Mirror
 
 DEFAULT_TURNS = 100
@@ -27,7 +28,7 @@ def router(server: Server) -> APIRouter:
     @routes.get("/v1/cache")
     async def cache(request: Request) -> Response:
         namespace = server.namespace(request.headers)
-        return json_response({"object": "cache", "hits": describe_totals(namespace.totals), "engines": [describe_engine(server)]})
+        return json_response(describe_cache(server, namespace))
 
     @routes.get("/v1/sessions/{session_id:path}/turns")
     async def turns(request: Request, session_id: str) -> Response:
@@ -39,6 +40,12 @@ def router(server: Server) -> APIRouter:
         return json_response({"object": "list", "data": data, "has_more": len(page) > len(shown)})
 
     return routes
+
+
+def describe_cache(server: Server, namespace: Namespace) -> dict[str, Any]:
+    """What the cache did for a caller, who may start, and the engines."""
+    hits, admission = describe_totals(namespace.totals), server.policies.describe_admission()
+    return {"object": "cache", "hits": hits, "admission": admission, "engines": [describe_engine(server)]}
 
 
 def describe_turn(record: TurnRecord) -> dict[str, Any]:

@@ -38,6 +38,8 @@ class Branch:
     """How deep the newest prompt of each live stream reaches."""
     ended: bool = False
     """The last claim went because its stream ended, not because it moved on."""
+    last_claim: int | None = None
+    """The stream that claimed it last, also after its end."""
     sent: int = 0
     """Blocks before this depth stood in some prompt."""
     computed: int = 0

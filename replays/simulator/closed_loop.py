@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from replays.plan import PlannedCall
+from replays.plan import PlannedCall, TreePlan
 from replays.simulator.chains import Branch
 from replays.simulator.clock import Clock, Rank
 from replays.simulator.loop import LoopOptions, Play, Plays, call_of
@@ -77,7 +77,10 @@ class ClosedLoop:
             lane.heard(primer=primer)
             self._watch_idle()
 
-        self.server.submit(call_of(play, call, done, warmup=not self.profiling, max_tokens=max_tokens, primer=primer), play.number)
+        tenants = self.options.num_tenants
+        warmup = not self.profiling
+        sent = call_of(play, call, done, warmup=warmup, max_tokens=max_tokens, primer=primer, num_tenants=tenants)
+        self.server.submit(sent, play.number)
 
     def _watch_idle(self) -> None:
         if self.server.num_in_flight == 0 and self.profiling:
@@ -107,6 +110,14 @@ class ClosedLoop:
         return not self.plays.live and not self.server.num_in_flight
 
 
+def _window_seconds(plan: TreePlan, share: float, *, in_turns: bool) -> float:
+    """Trace seconds from the session's start to where a lane enters it."""
+    if not in_turns:
+        return share * plan.duration_seconds
+    call = plan.calls[min(int(share * len(plan.calls)), len(plan.calls) - 1)]
+    return call.request.start_seconds - plan.start_seconds
+
+
 class _Lane:
     """One live session tree after another."""
 
@@ -127,7 +138,7 @@ class _Lane:
             return
         share = self._random.uniform(loop.options.window_start, loop.options.window_end)
         tree = self.play.tree
-        primers = tree.skip_to(share * tree.plan.duration_seconds, loop.clock.now)
+        primers = tree.skip_to(_window_seconds(tree.plan, share, in_turns=loop.options.window_in_turns), loop.clock.now)
         self._num_primers = len(primers)
         for primer in primers:
             loop.send(self, self.play, primer, 1, primer=True)

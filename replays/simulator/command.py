@@ -16,7 +16,19 @@ from cyclopts.types import NonNegativeFloat, PositiveFloat, PositiveInt
 from rich.console import Console
 from rich.progress import Progress
 
-from replays.simulator.grid import DEFINITIONS, Grid, GridError, PointReport, parse_policy, parse_tokens, points_of, run_all, unlimited
+from replays.simulator.grid import (
+    DEFINITIONS,
+    Grid,
+    GridError,
+    PointReport,
+    parse_admission,
+    parse_policy,
+    parse_tier,
+    parse_tokens,
+    points_of,
+    run_all,
+    unlimited,
+)
 from replays.simulator.loop import LoopOptions
 from replays.simulator.report import SimulationReport
 from replays.simulator.run import SimulationOptions
@@ -28,7 +40,7 @@ ERRORS = Console(stderr=True, highlight=False)
 _PIPE_WIDTH = 200
 
 FormatName: TypeAlias = Literal["auto", "weka", "capture", "dynamo", "mooncake"]
-EndsName: TypeAlias = Literal["unknown", "said"]
+EndsName: TypeAlias = Literal["unknown", "inferred", "said"]
 
 
 def output() -> Console:
@@ -54,6 +66,7 @@ class WorkloadOptions:
     assistant: Annotated[
         Literal["canned", "live"], Parameter(help="live: clients send answers back as they were generated, so these can be hit.")
     ] = "canned"
+    context_tokens: Annotated[int | None, Parameter(help="The model's limit: sessions near it are about to compact or to end.")] = None
     duration: Annotated[NonNegativeFloat, Parameter(help="Simulated seconds of profiling; 0: each session once, without warm-up.")] = 3600.0
     warmup_requests: Annotated[int, Parameter(help="Per lane, of one token, before profiling.")] = 10
     idle_cap: Annotated[PositiveFloat, Parameter(help="Longest idle time of one session tree, seconds.")] = 300.0
@@ -78,7 +91,7 @@ class WorkloadOptions:
             speed=self.speed,
             unmeasured=self.unmeasured,
         )
-        return SimulationOptions(profile=self.profile, block_size=self.block_size, loop=loop)
+        return SimulationOptions(profile=self.profile, block_size=self.block_size, context_tokens=self.context_tokens, loop=loop)
 
     def read(self, traces: Sequence[Path]) -> Workload:
         """The traces. Raises TraceError."""
@@ -105,6 +118,7 @@ def simulate_command(
     streams: Annotated[list[PositiveInt], Parameter(consume_multiple=True)] = [28],  # noqa: B006  # never changed
     seeds: Annotated[list[int], Parameter(consume_multiple=True)] = [1],  # noqa: B006  # never changed
     admission: Annotated[list[str], Parameter(consume_multiple=True)] = ["fcfs"],  # noqa: B006  # never changed
+    tier: Annotated[list[str], Parameter(consume_multiple=True)] = ["0"],  # noqa: B006  # never changed
     ends: Annotated[list[EndsName], Parameter(consume_multiple=True)] = ["unknown"],  # noqa: B006  # never changed
     anatomy: bool = False,
     json: Path | None = None,
@@ -128,9 +142,11 @@ def simulate_command(
     seeds
         Each point is run with each of these.
     admission
-        Admission policies.
+        Admission policies, with parameters as above.
+    tier
+        Tokens of a CPU tier under the pool, which takes what leaves it; 0: none. inclusive:1.5M stores what is computed instead.
     ends
-        Whether policies are told that a session has ended.
+        Whether policies are told that a session has ended: never, as the server infers it, or as clients could say it.
     anatomy
         Show what the pool held and lost, and, by one more run without evictions a load, the capacity that an LRU would need.
     json
@@ -146,7 +162,8 @@ def simulate_command(
             capacities=[parse_tokens(text) for text in capacity] or [None],
             streams=streams if options.arrivals is None else [1],
             seeds=seeds,
-            admissions=admission,
+            admissions=[parse_admission(text) for text in admission],
+            tiers=[parse_tier(text) for text in tier],
             ends=ends,
             base=options.simulation(),
         )

@@ -13,14 +13,17 @@ from statistics import fmean, median
 
 from admission.eviction import EVICTION_POLICIES
 from admission.eviction.policy import Pool
+from admission.lifecycle import Lifecycle
 from admission.policies import ADMISSION_POLICIES
 from admission.requests import Limits
+from admission.returns import ReturnModel
 from admission.tickets import TicketBook
 from replays.simulator.chains import Branch
 from replays.simulator.clock import Clock
 from replays.simulator.cost import Profile
 from replays.simulator.engine import Engine
 from replays.simulator.handover import Handover
+from replays.simulator.lives import Lives
 from replays.simulator.outcomes import Outcome
 from replays.simulator.pool import BlockPool
 from replays.simulator.server import Call, Server
@@ -76,7 +79,8 @@ def run_fixed_shape(profile: Profile, shape: FixedShape) -> ShapeFigures:
     engines, handover = engines_of(profile, lambda each: _engine(each, shape.concurrency))
     outcomes: list[Outcome] = []
     admission = ADMISSION_POLICIES["fcfs"](TicketBook(), Limits(capacity_tokens=1 << 60))
-    server = Server(clock, engines, admission, profile.request_seconds, profile.token_seconds, outcomes.append, handover)
+    lives = Lives(Lifecycle(ReturnModel()), says_ends=False)
+    server = Server(clock, engines, admission, lives, profile.request_seconds, profile.token_seconds, outcomes.append, handover)
     rng = random.Random(shape.seed)
     left = shape.concurrency * shape.num_requests_each
 
@@ -95,7 +99,7 @@ def run_fixed_shape(profile: Profile, shape: FixedShape) -> ShapeFigures:
 def _call(number: int, rng: random.Random, shape: FixedShape, on_done: Callable[[Outcome | None], None]) -> Call:
     prompt, output = (rng.randint(int(tokens * shape.shortest), tokens) for tokens in (shape.num_prompt_tokens, shape.num_output_tokens))
     path = (Branch(None, 0, number, generated=True),)
-    return Call(number, str(number), path, prompt, output, "unknown", warmup=False, on_done=on_done, is_last=True)
+    return Call(number, str(number), path, prompt, output, "", warmup=False, on_done=on_done, is_last=True)
 
 
 def _figures(outcomes: list[Outcome], seconds: float, num_gpus: int) -> ShapeFigures:

@@ -5,24 +5,25 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import TypeAlias
 
 import numpy as np
 from msgspec import Struct
 
+from admission.choice import Choice, PolicyParameterError
 from admission.eviction import EVICTION_POLICIES
-from admission.eviction.choice import PolicyParameterError
-from admission.eviction.policy import Pool
 from admission.policies import ADMISSION_POLICIES
-from admission.returns import ReturnModel
 from replays.simulator.fates import Knowledge
 from replays.simulator.profiles import find_profile
 from replays.simulator.report import SimulationReport
 from replays.simulator.run import SimulationOptions, simulate
 from replays.simulator.scripts import Script
+from replays.simulator.tiers import TierOptions
 
 BASELINE = "lru"
 """The policy of a plain vLLM, which every gap is compared with."""
-ENDS: dict[str, Knowledge] = {"unknown": Knowledge(ends=False), "said": Knowledge(ends=True)}
+ENDS: dict[str, Knowledge] = {"unknown": Knowledge(), "inferred": Knowledge(inferred=True), "said": Knowledge(ends=True)}
 """What the policy is told of sessions that have ended, by name."""
 UNLIMITED_TOKENS = 10**12
 """A capacity in which nothing is ever evicted."""
@@ -45,11 +46,20 @@ class PolicySpec:
 
 
 def parse_policy(text: str) -> PolicySpec:
-    """Raises GridError for a policy or parameter that there is not, and for a value outside its range."""
+    """An eviction policy. Raises GridError for a policy or parameter that there is not, and for a value outside its range."""
+    return _parse(text, "eviction policy", EVICTION_POLICIES)
+
+
+def parse_admission(text: str) -> PolicySpec:
+    """An admission policy. Raises GridError, as for eviction."""
+    return _parse(text, "admission policy", ADMISSION_POLICIES)
+
+
+def _parse(text: str, what: str, table: Mapping[str, Choice]) -> PolicySpec:
     name, _, rest = text.partition(":")
-    choice = EVICTION_POLICIES.get(name)
+    choice = table.get(name)
     if choice is None:
-        raise GridError(f"no eviction policy {name!r}; there are: {', '.join(EVICTION_POLICIES)}")
+        raise GridError(f"no {what} {name!r}; there are: {', '.join(table)}")
     values: dict[str, float] = {}
     for part in filter(None, rest.split(",")):
         key, equals, value = part.partition("=")
@@ -60,7 +70,7 @@ def parse_policy(text: str) -> PolicySpec:
         if not equals:
             raise GridError(f"{text!r}: {part!r} is not parameter=number")
     try:
-        choice.build(Pool(1, ReturnModel()), values)
+        choice.chosen(values)
     except PolicyParameterError as error:
         raise GridError(f"policy {name!r}: {error}") from None
     return PolicySpec(name, values)
@@ -82,6 +92,18 @@ def parse_tokens(text: str) -> int:
     return tokens
 
 
+def parse_tier(text: str) -> TierOptions | None:
+    """A CPU tier: `1.5M`, `inclusive:1.5M`, or `0` for none. Raises GridError."""
+    kind, colon, tokens = text.rpartition(":")
+    if colon and kind not in ("exclusive", "inclusive"):
+        raise GridError(f"{text!r}: a tier is exclusive or inclusive")
+    return None if tokens == "0" else TierOptions(parse_tokens(tokens), exclusive=kind != "inclusive")
+
+
+Arm: TypeAlias = "tuple[PolicySpec, PolicySpec, str, TierOptions | None]"
+"""(eviction, admission, what is told of ends, tier)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Grid:
     """What to simulate: every combination. Capacities None: the profile's own."""
@@ -90,14 +112,14 @@ class Grid:
     capacities: Sequence[int | None] = (None,)
     streams: Sequence[int] = (28,)
     seeds: Sequence[int] = (1,)
-    admissions: Sequence[str] = ("fcfs",)
+    admissions: Sequence[PolicySpec] = (PolicySpec("fcfs"),)
     ends: Sequence[str] = ("unknown",)
+    tiers: Sequence[TierOptions | None] = (None,)
     base: SimulationOptions = field(default_factory=SimulationOptions)
 
     def check(self) -> None:
         """Raises GridError for what cannot be simulated."""
         check_profile(self.base.profile)
-        _known("admission policy", self.admissions, ADMISSION_POLICIES)
         _known("knowledge of ends", self.ends, ENDS)
         size = self.base.block_size
         for capacity in self.capacities:
@@ -110,29 +132,31 @@ class Grid:
         """Of each run, the seeds of one point next to each other, the baseline first."""
         for capacity in self.capacities:
             for streams in self.streams:
-                for policy, admission, ends in self._arms():
+                for policy, admission, ends, tier in self._arms():
                     for seed in self.seeds:
                         loop = replace(self.base.loop, concurrency=streams, seed=seed)
                         yield replace(
                             self.base,
                             policy=policy.name,
                             parameters=dict(policy.parameters),
-                            admission=admission,
+                            admission=admission.name,
+                            admission_parameters=dict(admission.parameters),
                             knowledge=ENDS[ends],
+                            tier=tier,
                             capacity_tokens=capacity,
                             loop=loop,
                         )
 
-    def _arms(self) -> Iterator[tuple[PolicySpec, str, str]]:
-        """(policy, admission, ends); what a policy that ignores ends is told makes no difference, so it is told once."""
-        first = (PolicySpec(BASELINE), "fcfs", self.ends[0])
+    def _arms(self) -> Iterator[Arm]:
+        """What a policy that ignores ends is told makes no difference, so it is told once."""
+        first = (PolicySpec(BASELINE), PolicySpec("fcfs"), self.ends[0], None)
         yield first
-        for policy in self.policies:
-            for admission in self.admissions:
-                for ends in self.ends if EVICTION_POLICIES[policy.name].reads_fates else self.ends[:1]:
-                    arm = (policy, admission, ends)
-                    if arm != first:
-                        yield arm
+        for policy, admission, tier in product(self.policies, self.admissions, self.tiers):
+            reads = EVICTION_POLICIES[policy.name].reads_fates or admission.name != "fcfs"
+            for ends in self.ends if reads else self.ends[:1]:
+                arm = (policy, admission, ends, tier)
+                if arm != first:
+                    yield arm
 
 
 def check_profile(name: str) -> None:
@@ -155,8 +179,11 @@ class PointReport(Struct, kw_only=True):
     policy: str
     parameters: dict[str, float]
     admission: str
+    admission_parameters: dict[str, float]
     ends: str
     profile: str
+    tier_tokens: int
+    """Of the CPU tier; 0 without one."""
     capacity_tokens: int
     streams: int
     arrivals: float | None
@@ -165,6 +192,7 @@ class PointReport(Struct, kw_only=True):
     hit_rate: float | None
     hit_spread: float | None
     ceiling: float | None
+    external_hit_rate: float | None
     gap_points: float | None
     gap_closed_share: float | None = None
     """Of the gap that the baseline leaves at the same capacity and load."""
@@ -185,8 +213,9 @@ DEFINITIONS: dict[str, str] = {
     "hit_rate": "prompt tokens taken from a cache over prompt tokens, of the requests that ended in the profiling phase of all seeds",
     "hit_spread": "largest less smallest hit rate of the seeds",
     "ceiling": "prompt tokens in whole blocks that stood in an earlier prompt (or answer that is sent back) over prompt tokens",
+    "external_hit_rate": "the part of hit_rate that was brought back from a CPU tier",
     "gap_points": "100 × (ceiling − hit_rate)",
-    "gap_closed_share": "1 − gap_points over that of lru under fcfs at the same capacity and load; null where that is below 0.05",
+    "gap_closed_share": "1 − gap_points over that of lru, fcfs and no tier at the same capacity and load; null where that is below 0.05",
     "theoretical": "AgentX's figure: leading run of the trace's own blocks that were named before, per session",
     "ttft_p50_seconds": "from the client's request to the first token, waiting for admission included; mean of the seeds' medians",
     "ttft_p95_seconds": "the same, 95th percentile",
@@ -251,7 +280,9 @@ def points_of(reports: Iterable[SimulationReport]) -> list[PointReport]:
     """The runs of one setting joined over their seeds, in order of appearance, with the gap that each closes."""
     groups: dict[tuple[object, ...], list[SimulationReport]] = {}
     for report in reports:
-        key = (report.policy, tuple(sorted(report.parameters.items())), report.admission, report.ends)
+        policy = (report.policy, tuple(sorted(report.parameters.items())))
+        admission = (report.admission, tuple(sorted(report.admission_parameters.items())))
+        key = (policy, admission, report.ends, report.tier_tokens)
         groups.setdefault((*key, report.capacity_tokens, report.concurrency, report.arrivals), []).append(report)
     points = [joined(group) for group in groups.values()]
     base = {_load(point): point.gap_points for point in points if _is_baseline(point)}
@@ -261,7 +292,7 @@ def points_of(reports: Iterable[SimulationReport]) -> list[PointReport]:
 
 
 def _is_baseline(point: PointReport) -> bool:
-    return point.policy == BASELINE and point.admission == "fcfs"
+    return point.policy == BASELINE and point.admission == "fcfs" and not point.tier_tokens
 
 
 def _load(point: PointReport) -> tuple[int, int, float | None]:
@@ -284,8 +315,10 @@ def joined(reports: Sequence[SimulationReport]) -> PointReport:
         policy=first.policy,
         parameters=first.parameters,
         admission=first.admission,
+        admission_parameters=first.admission_parameters,
         ends=first.ends,
         profile=first.profile,
+        tier_tokens=first.tier_tokens,
         capacity_tokens=first.capacity_tokens,
         streams=first.concurrency,
         arrivals=first.arrivals,
@@ -294,6 +327,7 @@ def joined(reports: Sequence[SimulationReport]) -> PointReport:
         hit_rate=hit,
         hit_spread=max(rates) - min(rates) if rates else None,
         ceiling=ceiling,
+        external_hit_rate=_pooled(reports, "external_hit_rate"),
         gap_points=100 * (ceiling - hit) if hit is not None and ceiling is not None else None,
         theoretical=_pooled(reports, "theoretical_hit_rate"),
         ttft_p50_seconds=_mean(report.ttft_seconds.get("p50") for report in reports),
@@ -322,4 +356,11 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 def unlimited(grid: Grid) -> Grid:
     """The same loads in a pool where nothing is evicted: what an LRU would need, and the ceiling's own speed."""
-    return replace(grid, policies=(PolicySpec(BASELINE),), admissions=("fcfs",), ends=grid.ends[:1], capacities=(UNLIMITED_TOKENS,))
+    return replace(
+        grid,
+        policies=(PolicySpec(BASELINE),),
+        admissions=(PolicySpec("fcfs"),),
+        ends=grid.ends[:1],
+        capacities=(UNLIMITED_TOKENS,),
+        tiers=(None,),
+    )

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from admission.return_class import return_class, with_tool
 from replays.plan import PlannedCall
 from replays.play import TreePlay
 from replays.simulator.chains import Branch, BranchSet
@@ -30,8 +29,12 @@ class LoopOptions:
     """Requests per lane after the primers, one token each."""
     window_start: float = 0.25
     window_end: float = 0.75
+    window_in_turns: bool = False
+    """The window is a share of a session's calls, not of its recorded time as with AgentX: long pauses then draw no starts."""
     idle_cap: float = 300.0
     system_idle_cap: float = 10.0
+    num_tenants: int = 1
+    """Sessions belong to them in turn."""
     shuffle: bool = True
     """Draw the sessions in an order that the seed gives; else in the order of the files, as the live replay does."""
     arrivals: float | None = None
@@ -116,7 +119,14 @@ def _uses(play: Play, branch: int, now: float) -> Iterator[tuple[float, int]]:
 
 
 def call_of(
-    play: Play, call: PlannedCall, on_done: Callable[[Outcome | None], None], *, warmup: bool, max_tokens: int | None, primer: bool = False
+    play: Play,
+    call: PlannedCall,
+    on_done: Callable[[Outcome | None], None],
+    *,
+    warmup: bool,
+    max_tokens: int | None,
+    primer: bool = False,
+    num_tenants: int = 1,
 ) -> Call:
     """What is sent for a planned call. `max_tokens` None: as many as were recorded."""
     numbers = play.script.plan.streams[call.stream]
@@ -126,16 +136,13 @@ def call_of(
         path=path_of(play.branches.tail(play.script.places[call.number])),
         num_prompt_tokens=max(1, call.request.num_prompt_tokens),
         num_output_tokens=call.max_tokens if max_tokens is None else max_tokens,
-        return_class=_return_class(call),
+        stop=call.request.stop,
+        from_user="text" in call.request.input_types,
+        tools=call.request.tools,
+        tenant=None if num_tenants == 1 else f"tenant-{play.number % num_tenants}",
         warmup=warmup,
         on_done=on_done,
         num_theoretical_blocks=call.theoretical.num_hit_blocks,
         num_trace_blocks=call.theoretical.num_blocks,
         is_last=not primer and call.number == numbers[-1],
     )
-
-
-def _return_class(call: PlannedCall) -> str:
-    request = call.request
-    name = return_class(is_subagent=call.stream > 0, calls_tools=request.stop == "tool_use", ends_turn=request.stop == "end_turn")
-    return with_tool(name, request.tools)

@@ -126,7 +126,8 @@ class _Arrival:
             play.tree.finish(call, loop.clock.now, ends_stream=outcome is None)
             self.step()
 
-        loop.server.submit(call_of(play, call, done, warmup=not loop.profiling, max_tokens=None), play.number)
+        tenants = loop.options.num_tenants
+        loop.server.submit(call_of(play, call, done, warmup=not loop.profiling, max_tokens=None, num_tenants=tenants), play.number)
 
     def _wake(self, version: int) -> None:
         if version == self._version:

@@ -11,9 +11,14 @@ from replays.simulator.profile_file import profile_of, read_profile_file
 
 PROFILES: dict[str, Profile] = {
     "nominal": Profile("nominal", 6_264_960, EngineOptions(num_blocks=0), CostModel(0.02, 0.0, 0.0, 1 / 25_000), about="no machine"),
+    "light": Profile(
+        "light", 4_812_800, EngineOptions(num_blocks=0), CostModel(0.002, 0.0, 0.0, 1 / 70_000), about="no machine: a replay, scaled"
+    ),
     **m3_profiles(),
 }
-"""By name. `nominal` is no machine: 25,000 prefill tokens and 50 steps a second, fitted to nothing. It compares policies, not speeds."""
+"""By name. `nominal` is no machine: 25,000 prefill tokens and 50 steps a second, fitted to nothing. It compares policies, not speeds.
+`light` is the embedded CPU engine in a replay of a 64th of the tokens at 15 times the speed, in the trace's own seconds and tokens: so fast
+that next to nothing is pinned, and what sessions leave idle decides."""
 
 
 def find_profile(name: str) -> Profile:

@@ -10,6 +10,7 @@ import numpy as np
 from msgspec import Struct
 
 from replays.simulator.anatomy import Anatomy, AnatomyReport, weighted_percentiles
+from replays.simulator.fairness import fairness
 from replays.simulator.outcomes import Outcome
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ class SimulationReport(Struct, kw_only=True):
     """From the client's request, any wait for admission included."""
     tpot_seconds: dict[str, float]
     e2e_seconds: dict[str, float]
+    wait_seconds: dict[str, float]
+    """For admission: `replays.simulator.fairness`, with Jain's index over sessions as `jain`."""
     preemptions: int
     kv_usage_peak: float
     kv_usage_mean: float
@@ -57,8 +60,12 @@ class SimulationReport(Struct, kw_only=True):
     anatomy: AnatomyReport
     parameters: dict[str, float] = {}
     """Of the eviction policy, where they are not its defaults."""
+    admission_parameters: dict[str, float] = {}
+    """The same of the admission policy."""
+    tier_tokens: int = 0
+    """Of the CPU tier; 0 without one."""
     ends: str = "unknown"
-    """Whether the policy is told that a session has ended."""
+    """Whether the policy is told that a session has ended: `said`, `inferred` or `unknown`."""
     arrivals: float | None = None
     """Sessions a second of an open loop; 0: as recorded; None: closed loop."""
 
@@ -118,6 +125,7 @@ def make_report(options: SimulationOptions, loop: Loop, server: Server, outcomes
         ttft_seconds=_percentiles([outcome.first_token - outcome.asked for outcome in done]),
         tpot_seconds=_percentiles([_tpot(outcome) for outcome in done if outcome.num_output_tokens > 1]),
         e2e_seconds=_percentiles([outcome.finished - outcome.asked for outcome in done]),
+        wait_seconds=fairness(done),
         preemptions=sum(counter.num_preemptions for counter in counters),
         kv_usage_peak=max(counter.peak_usage for counter in counters),
         kv_usage_mean=sum(counter.usage_seconds for counter in counters) / (elapsed * len(counters)) if elapsed else 0.0,
@@ -126,7 +134,9 @@ def make_report(options: SimulationOptions, loop: Loop, server: Server, outcomes
         evicted_live_age_seconds=weighted_percentiles(anatomy.evicted_age_seconds),
         anatomy=anatomy.report(options.block_size, loop.profiling_started),
         parameters=dict(options.parameters),
-        ends="said" if options.knowledge.ends else "unknown",
+        admission_parameters=dict(options.admission_parameters),
+        tier_tokens=options.tier.capacity_tokens if options.tier is not None else 0,
+        ends="said" if options.knowledge.ends else "inferred" if options.knowledge.inferred else "unknown",
         arrivals=options.loop.arrivals,
     )
 

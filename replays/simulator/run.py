@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from admission.eviction import EVICTION_POLICIES
 from admission.eviction.policy import EvictionPolicy, Pool
+from admission.lifecycle import Lifecycle
 from admission.policies import ADMISSION_POLICIES
 from admission.requests import Limits
 from admission.returns import ReturnModel, ReturnParameters
@@ -19,6 +20,7 @@ from replays.simulator.cost import Profile
 from replays.simulator.engine import Engine
 from replays.simulator.fates import Fates, Knowledge
 from replays.simulator.fixed_shape import engines_of
+from replays.simulator.lives import Lives
 from replays.simulator.loop import Loop, LoopOptions
 from replays.simulator.open_loop import OpenLoop
 from replays.simulator.options import EngineOptions
@@ -39,6 +41,7 @@ class SimulationOptions:
     policy: str = "lru"
     parameters: Mapping[str, float] = field(default_factory=dict)
     admission: str = "fcfs"
+    admission_parameters: Mapping[str, float] = field(default_factory=dict)
     profile: str = "nominal"
     capacity_tokens: int | None = None
     block_size: int = 128
@@ -47,6 +50,8 @@ class SimulationOptions:
     num_replicas: int = 1
     tier: TierOptions | None = None
     """A CPU tier under each engine that prefills."""
+    context_tokens: int | None = None
+    """The model's limit, as far as the server knows it; prompts are not cut to it."""
     knowledge: Knowledge = field(default_factory=Knowledge)
     loop: LoopOptions = field(default_factory=LoopOptions)
     sample_seconds: float = 10.0
@@ -66,6 +71,8 @@ class Simulation:
         self.outcomes: list[Outcome] = []
         self.engine_options = engine_options(options, self.profile)
         self.tiers: list[CpuTier] = []
+        self.returns = ReturnModel(ReturnParameters(longest_gap_seconds=options.loop.idle_cap))
+        self._lives = Lives(Lifecycle(self.returns, context_tokens=options.context_tokens), options.knowledge.ends)
         self.anatomy = Anatomy(options.sample_seconds)
         if options.num_replicas > 1 and self.profile.prefill is not None:
             raise ValueError(f"profile {self.profile.name!r} has prefill and decode apart, which is simulated with one replica only")
@@ -77,7 +84,13 @@ class Simulation:
         self.server = Server(
             self.clock,
             engines,
-            ADMISSION_POLICIES[options.admission](TicketBook(), Limits(capacity_tokens=capacity)),
+            ADMISSION_POLICIES[options.admission](
+                TicketBook(),
+                Limits(capacity_tokens=capacity, longest_idle_seconds=options.loop.idle_cap),
+                options.admission_parameters,
+                self._lives.lifecycle,
+            ),
+            self._lives,
             self.profile.request_seconds,
             self.profile.token_seconds,
             self.outcomes.append,
@@ -94,7 +107,7 @@ class Simulation:
         options = self.options
         settings = engine_options(options, profile)
         choice = EVICTION_POLICIES[options.policy]
-        fates = Fates(options.knowledge, self._uses if choice.needs_future else None)
+        fates = Fates(options.knowledge, self._uses if choice.needs_future else None, self._lives.is_left)
         if options.tier is None or profile is not (self.profile.prefill or self.profile):
             return Engine(settings, BlockPool(settings.num_blocks, self._policy(), fates, self.anatomy.evicted), profile.cost)
         tier = CpuTier(options.tier, settings.block_size, profile.cost)
@@ -112,8 +125,7 @@ class Simulation:
 
     def _policy(self) -> EvictionPolicy:
         options = self.options
-        returns = ReturnModel(ReturnParameters(longest_gap_seconds=options.loop.idle_cap))
-        pool = Pool(self.engine_options.num_blocks, returns)
+        pool = Pool(self.engine_options.num_blocks, self.returns)
         return EVICTION_POLICIES[options.policy].build(pool, options.parameters)
 
     def run(self) -> SimulationReport:

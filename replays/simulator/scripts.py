@@ -70,7 +70,7 @@ def _bare(session: Session) -> Session:
 
 
 def _bare_call(call: PlannedCall) -> PlannedCall:
-    return replace(call, parts=(), request=replace(call.request, hash_ids=_NO_IDS, input_types=(), output_types=()))
+    return replace(call, parts=(), request=replace(call.request, hash_ids=_NO_IDS, output_types=()))
 
 
 def _uses(forest: Forest, places: Sequence[Place]) -> dict[int, list[tuple[int, int]]]:

@@ -7,13 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from admission.requests import AdmissionPolicy, AdmissionRequest, Grant
+from admission.reserve import OutputReserve
 from admission.tickets import Ticket
 from replays.simulator.chains import Branch
 from replays.simulator.clock import Clock, Rank
 from replays.simulator.engine import Engine, EngineRequest
 from replays.simulator.handover import Handover
+from replays.simulator.lives import Lives
 from replays.simulator.outcomes import Outcome
-from replays.simulator.pool import Path, Use, covered
+from replays.simulator.pool import Path, covered
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +27,8 @@ class Call:
     path: Path
     num_prompt_tokens: int
     num_output_tokens: int
-    return_class: str
+    stop: str
+    """What the model stopped for, as the trace says it."""
     warmup: bool
     on_done: Callable[[Outcome | None], None]
     """None: its prompt is longer than the pool."""
@@ -33,7 +36,13 @@ class Call:
     num_trace_blocks: int = 0
     is_last: bool = False
     """No call of its stream follows."""
+    from_user: bool = False
+    """It answers a person, not only tools."""
+    tools: tuple[str, ...] = ()
+    """Names of the tools that the answer calls, where the trace knows them."""
+    tenant: str | None = None
     asked: float = 0.0
+    granted: float = 0.0
     started: float = 0.0
     num_ceiling_blocks: int = 0
     replica: int = 0
@@ -48,6 +57,7 @@ class Server:
     clock: Clock
     engines: Sequence[Engine]
     admission: AdmissionPolicy
+    lives: Lives
     request_seconds: float = 0.0
     """Fixed time of a request outside the engine: HTTP, rendering, tokens."""
     token_seconds: float = 0.0
@@ -61,12 +71,16 @@ class Server:
     _held: dict[str, Call] = field(default_factory=dict)
     _claimed: dict[int, tuple[Path, int]] = field(default_factory=dict)
     _due_planned: float | None = None
+    _reserve: OutputReserve = field(default_factory=OutputReserve)
+    _paths: dict[str, Path] = field(default_factory=dict)
+    """The newest prompt of each session that the lifecycle knows."""
 
     def __post_init__(self) -> None:
         self._versions = [0] * len(self.engines)
         for index, engine in enumerate(self.engines):
             engine.on_finished = lambda request, now, index=index: self._finished(index, request)  # type: ignore[misc]  # bound early
             engine.on_load = lambda request, seconds, index=index: self._plan_loaded(index, request, seconds)  # type: ignore[misc]
+            engine.on_first_token = lambda request, now, index=index: self._prefilled(index, request)  # type: ignore[misc]  # bound early
 
     def submit(self, call: Call, place: int) -> None:
         """A client asks. `place` chooses the replica: the same for all calls of one play."""
@@ -82,12 +96,15 @@ class Server:
             return
         self.num_in_flight += 1
         limit = (call.num_prompt_tokens - 1) // size
+        self._changed(self.lives.started(call, now))
+        self._paths[call.name] = call.path
         self._claim(call, now)
         call.num_ceiling_blocks = _sent_before(call.path, limit, call.num_prompt_tokens // size)
         resident = engine.pool.hit_depth(call.path, limit) * size
         self._next_id += 1
-        charge = call.num_prompt_tokens - resident + call.num_output_tokens
-        request = AdmissionRequest(str(self._next_id), call.name, charge, resident)
+        reserve = self._reserve.tokens()
+        charge = call.num_prompt_tokens - resident + reserve
+        request = AdmissionRequest(str(self._next_id), call.name, charge, resident, reserve_tokens=reserve, tenant=call.tenant)
         self._held[request.id] = call
         answer = self.admission.offer(request, now)
         if isinstance(answer, Grant):
@@ -103,6 +120,7 @@ class Server:
         for grant in grants:
             call = self._held.pop(grant.request_id)
             call.ticket = grant.ticket
+            call.granted = self.clock.now
             delay = self.request_seconds + self.token_seconds * call.num_prompt_tokens
             if delay:
                 self.clock.at(self.clock.now + delay, lambda call=call: self._start(call))  # type: ignore[misc]  # bound early
@@ -118,7 +136,8 @@ class Server:
 
     def _request(self, call: Call, path: Path, num_output_tokens: int) -> EngineRequest:
         self._next_id += 1
-        request = EngineRequest(self._next_id, path, call.num_prompt_tokens, num_output_tokens, Use(call.name, call.return_class))
+        use = self.lives.use(call, self.clock.now)
+        request = EngineRequest(self._next_id, path, call.num_prompt_tokens, num_output_tokens, use)
         self._calls[request.id] = call
         return request
 
@@ -171,6 +190,23 @@ class Server:
             self.engines[index].finish(self.clock.now)
             self.clock.at(self.clock.now, lambda: self._kick(index), Rank.TICK)
 
+    def _prefilled(self, index: int, request: EngineRequest) -> None:
+        if self.handover is not None and index >= self.handover.num_prefill:
+            return
+        ticket = self._calls[request.id].ticket
+        assert ticket is not None
+        self._granted(self.admission.prefilled(ticket, self.clock.now))
+
+    def _changed(self, session_ids: Sequence[str]) -> None:
+        """What is believed of these sessions has changed: the pools and the admission policy hear of it."""
+        for session_id in session_ids:
+            for branch in self._paths.get(session_id, ()):
+                for engine in self.engines:
+                    engine.pool.tell(branch, self.clock.now)
+            if self.lives.is_over(session_id):
+                self._paths.pop(session_id, None)
+                self._granted(self.admission.session_ended(session_id, self.clock.now))
+
     def _finished(self, index: int, request: EngineRequest) -> None:
         call = self._calls.pop(request.id)
         if self.handover is not None and index < self.handover.num_prefill:
@@ -184,10 +220,15 @@ class Server:
             answered = min(call.path[-1].start, (request.num_tokens - 1) // self.engines[index].options.block_size)
             _sent_before(call.path, 0, answered)
         self.on_ended(call, call.prefilled or request)
+        self._reserve.seen(request.num_generated)
+        changed = self.lives.ended(call, self.clock.now)
         if call.is_last:
             self.end_stream(call.stream)
+        self._changed(changed)
         self.on_outcome(outcome)
         assert call.ticket is not None
+        missed = max(0, outcome.num_ceiling_tokens - outcome.num_hit_tokens - outcome.num_external_tokens)
+        self._granted(self.admission.answered(call.ticket, call.num_prompt_tokens, missed, self.clock.now))
         self._granted(self.admission.returned(call.ticket, self.clock.now))
         self._plan_due()
         call.on_done(outcome)
@@ -202,6 +243,7 @@ class Server:
             stream=call.name,
             warmup=call.warmup,
             asked=call.asked,
+            granted=call.granted,
             started=call.started,
             scheduled=first.scheduled,
             first_token=request.first_token,
@@ -220,13 +262,16 @@ class Server:
         )
 
     def _plan_due(self) -> None:
-        due = self.admission.due_seconds
+        due = min((due for due in (self.admission.due_seconds, self.lives.due_seconds) if due is not None), default=None)
         if due is not None and due != self._due_planned:
             self._due_planned = due
-            self.clock.at(due, self._due, Rank.TICK)
+            self.clock.at(due, lambda: self._due(due), Rank.TICK)
 
-    def _due(self) -> None:
+    def _due(self, planned: float) -> None:
+        if planned != self._due_planned:  # another time took its place
+            return
         self._due_planned = None
+        self._changed(self.lives.due(self.clock.now))
         self._granted(self.admission.due(self.clock.now))
         self._plan_due()
 
@@ -244,6 +289,7 @@ class Server:
         for branch, end in mine.items():
             before = branch.live_to
             branch.claims[call.stream] = end
+            branch.last_claim = call.stream
             if branch.live_to != before:
                 pool.tell(branch, now)
 

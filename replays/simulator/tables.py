@@ -31,7 +31,9 @@ def name_of(point: PointReport) -> str:
     """The policy with what sets it apart."""
     parts = [str(PolicySpec(point.policy, point.parameters))]
     if point.admission != "fcfs":
-        parts.append(point.admission)
+        parts.append(str(PolicySpec(point.admission, point.admission_parameters)))
+    if point.tier_tokens:
+        parts.append(f"tier {millions(point.tier_tokens)}")
     if point.ends != "unknown":
         parts.append(f"ends {point.ends}")
     return ", ".join(parts)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from replays.simulator.grid import BASELINE
 from replays.tuner.search import DIRECTIONS, Tried, objectives
+from replays.tuner.space import Setting
 
 LEAST_THROUGHPUT = 0.995
 """Share of the baseline's requests a second that a recommended setting must keep: less is noise between seeds."""
@@ -31,7 +32,7 @@ def _beats(left: Sequence[float], right: Sequence[float]) -> bool:
 
 def baseline(found: Sequence[Tried]) -> Tried:
     """What a plain engine does. It is always tried first."""
-    return next(one for one in found if one.setting.policy == BASELINE)
+    return next(one for one in found if one.setting == Setting(BASELINE))
 
 
 def winner(found: Sequence[Tried]) -> Tried:

@@ -20,7 +20,7 @@ _NEW_SEEDS = 1000
 
 
 class Judged(Struct, kw_only=True):
-    """One load. `closed_share` is of the gap that the baseline leaves; None where it leaves none to speak of."""
+    """One load. `closed_share` is of the gap that the baseline leaves without a tier; None where it leaves none to speak of."""
 
     streams: int
     capacity_tokens: int
@@ -43,7 +43,7 @@ def judge(
     wanted: list[SimulationOptions] = []
     for load in loads:
         at = replace(base, loop=replace(base.loop, concurrency=load))
-        wanted += [Setting(BASELINE).on(at), setting.on(at)]
+        wanted += [Setting(BASELINE).on(replace(at, tier=None)), setting.on(at)]
     wanted.append(Setting(ORACLE).on(base))
     *points, oracle = run_points(executor, wanted, [seed + _NEW_SEEDS for seed in seeds], progress)
     return [_judged(points[2 * place], points[2 * place + 1], oracle if place == 0 else None) for place in range(len(loads))]

@@ -14,6 +14,7 @@ from replays.simulator.tables import millions, number, percent
 from replays.tuner.front import LEAST_THROUGHPUT, baseline, front, winner
 from replays.tuner.judge import Judged
 from replays.tuner.search import Tried
+from replays.tuner.space import Setting
 
 TUNE_DEFINITIONS = DEFINITIONS | {
     "front": "trials that none beats in one of hit_rate, ttft_p95_seconds, requests_per_second, preemptions without losing in another",
@@ -29,13 +30,18 @@ class Trial(Struct, kw_only=True):
     number: int
     policy: str
     parameters: dict[str, float]
+    admission: str
+    admission_parameters: dict[str, float]
     on_front: bool
     point: PointReport
 
     @property
     def name(self) -> str:
-        values = ",".join(f"{name}={value:.4g}" for name, value in self.parameters.items())
-        return f"{self.policy}:{values}" if values else self.policy
+        return str(self.setting)
+
+    @property
+    def setting(self) -> Setting:
+        return Setting(self.policy, self.parameters, self.admission, self.admission_parameters)
 
 
 class TuneReport(Struct, kw_only=True):
@@ -48,6 +54,7 @@ class TuneReport(Struct, kw_only=True):
     streams: int
     capacity_tokens: int
     ends: str
+    tier_tokens: int
     seeds: list[int]
     seconds: float
     """Wall time of this run of the search, the judgement included."""
@@ -69,6 +76,8 @@ def trials_of(found: Sequence[Tried]) -> tuple[list[Trial], int, int]:
             number=one.number,
             policy=one.setting.policy,
             parameters=dict(one.setting.parameters),
+            admission=one.setting.admission,
+            admission_parameters=dict(one.setting.admission_parameters),
             on_front=one.number in best,
             point=one.point,
         )
