@@ -117,6 +117,13 @@ def test_random_arrivals_come_at_their_rate_and_again_with_the_same_seed(generat
     assert first.concurrency == 0
 
 
+def test_a_simulation_ends_with_its_last_request(generated: Path) -> None:
+    """What a server might still forget hours later keeps nothing going."""
+    outcomes, simulation = play(workload(generated), capacity_tokens=10**7, loop=replace(ONCE, concurrency=6))
+    assert len(outcomes) > 100
+    assert simulation.clock.now - max(outcome.finished for outcome in outcomes) <= 20.0
+
+
 def test_recorded_arrivals_need_a_clock(generated: Path) -> None:
     with pytest.raises(ValueError, match="give a rate"):
         simulate(workload(generated).scripts, SimulationOptions(block_size=BLOCK, loop=LoopOptions(arrivals=0.0)))

@@ -265,7 +265,9 @@ class Server:
         due = min((due for due in (self.admission.due_seconds, self.lives.due_seconds) if due is not None), default=None)
         if due is not None and due != self._due_planned:
             self._due_planned = due
-            self.clock.at(due, lambda: self._due(due), Rank.TICK)
+            # That a session may be forgotten keeps no simulation going.
+            awaited = self.admission.due_seconds is not None
+            self.clock.at(due, lambda: self._due(due), Rank.TICK, awaited=awaited)
 
     def _due(self, planned: float) -> None:
         if planned != self._due_planned:  # another time took its place
