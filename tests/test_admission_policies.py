@@ -257,3 +257,10 @@ def test_a_tenant_that_has_used_its_share_waits_until_the_others_have() -> None:
         shares.use(tenant, 50)
     assert chosen[:4] == ["early", "early", "late", "late"]
     assert chosen.count("early") == 6
+
+
+def test_whoever_is_still_resident_comes_in_at_once_and_whoever_is_not_waits() -> None:
+    policy = gate("working_set")
+    policy.returned(let_in(policy, "a", 1000, 0.0), 1.0)
+    assert ask(policy, "gone", 400, 2.0, resident=100) is None
+    assert ask(policy, "kept", 400, 3.0, resident=390) is not None, "its blocks are there: to hold it back would only lose them"

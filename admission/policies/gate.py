@@ -153,7 +153,8 @@ class Gate:
 
     def _entry(self, request: AdmissionRequest, asked: float) -> Waiting:
         is_cold = 0 < self._rule.cold_tokens < request.uncached_tokens
-        return Waiting(request, asked, self._rule.is_member(request.session_id), is_cold)
+        is_member = self._rule.is_member(request.session_id) or self._rule.passes(request)
+        return Waiting(request, asked, is_member, is_cold)
 
     @property
     def _has_slot(self) -> bool:

@@ -80,6 +80,10 @@ class Rule(Protocol):
         """Whether its turns go ahead, whatever is in use by sessions that are idle."""
         ...
 
+    def passes(self, request: AdmissionRequest) -> bool:
+        """Whether this turn goes ahead though its session is no member."""
+        ...
+
     def granted(self, request: AdmissionRequest, running_tokens: int, now: float) -> None:
         """It runs; with it running turns hold `running_tokens`. Idle members leave where that is too much. Changes state."""
         ...
@@ -117,6 +121,9 @@ class OpenRule:
         return asked
 
     def is_member(self, session_id: str) -> bool:
+        return False
+
+    def passes(self, request: AdmissionRequest) -> bool:
         return False
 
     def granted(self, request: AdmissionRequest, running_tokens: int, now: float) -> None:
