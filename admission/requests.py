@@ -86,7 +86,7 @@ class Waiting:
     request: AdmissionRequest
     asked_seconds: float
     is_member: bool
-    """Its session was let in before and has not left since: it goes ahead of those that were not."""
+    """Its session was let in before and has not left since, or its blocks are still there: it goes ahead of others."""
     is_cold: bool
     """It waits for another cold prefill too."""
 

@@ -10,10 +10,9 @@ from admission.choice import Choice, PolicyParameterError
 from admission.eviction import EVICTION_POLICIES
 from admission.policies import ADMISSION_POLICIES
 from admission.policies.choice import AdmissionChoice
-from admission.requests import Limits, Outlook
-from agentserve.engines.hints import EngineHints
+from admission.requests import Outlook
 from agentserve.errors import EngineUnavailable, InvalidRequest, SetupError
-from agentserve.waiting import WaitingRoom
+from agentserve.replicas import Replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,26 +54,26 @@ def admission_choice(picked: Chosen) -> AdmissionChoice:
 class Policies:
     """One per server."""
 
-    def __init__(self, room: WaitingRoom, limits: Limits, outlook: Outlook, hints: EngineHints, admission: Chosen) -> None:
-        self._room = room
-        self._limits = limits
+    def __init__(self, replicas: Replicas, outlook: Outlook, admission: Chosen) -> None:
+        self._replicas = replicas
         self._outlook = outlook
-        self._hints = hints
         self.admission = admission
 
     def change_admission(self, picked: Chosen) -> None:
         """Go on by another admission policy: no ticket is lost, and who waits goes on waiting. Raises InvalidRequest."""
         try:
-            rule = admission_choice(picked).rule(self._limits, picked.parameters, self._outlook)
+            choice = admission_choice(picked)
+            rules = [choice.rule(replica.room.limits, picked.parameters, self._outlook) for replica in self._replicas]
         except PolicyParameterError as error:
             raise InvalidRequest(f"admission policy {picked.policy!r}: {error}", param="admission") from error
-        self._room.change_rule(rule)
+        for replica, rule in zip(self._replicas, rules, strict=True):
+            replica.room.change_rule(rule)
         self.admission = picked
 
     async def change_eviction(self, picked: Chosen) -> None:
-        """Let the engine's plugin go on by another eviction policy. Raises InvalidRequest, or EngineUnavailable without a plugin."""
+        """Let the engines' plugins go on by another eviction policy. Raises InvalidRequest, or EngineUnavailable without a plugin."""
         self.check_eviction(picked)
-        if await self._hints.switch(picked.policy, picked.parameters) is None:
+        if None in [await replica.hints.switch(picked.policy, picked.parameters) for replica in self._replicas]:
             raise EngineUnavailable("the engine has no plugin that takes an eviction policy, or it did not take this one")
 
     @staticmethod
@@ -90,23 +89,24 @@ class Policies:
             raise InvalidRequest(f"eviction policy {picked.policy!r}: {error}", param="eviction") from error
 
     def describe_admission(self) -> dict[str, Any]:
-        """As JSON; what is not known is null."""
-        state = self._room.state()
+        """As JSON, sums over the engines; what is not known is null."""
+        states = [replica.room.state() for replica in self._replicas]
+        budgets = [state.budget_tokens for state in states if state.budget_tokens is not None]
         return {
             "policy": self.admission.policy,
             "parameters": parameters_of(ADMISSION_POLICIES[self.admission.policy], self.admission.parameters),
-            "budget_tokens": None if state.budget_tokens is None else int(state.budget_tokens),
-            "in_use_tokens": state.in_use_tokens,
-            "running_tokens": state.running_tokens,
-            "target_share": state.target_share,
-            "members": state.num_members,
-            "cold_prefills": state.num_cold,
-            "waiting_turns": self._room.num_waiting,
+            "budget_tokens": int(sum(budgets)) if len(budgets) == len(states) else None,
+            "in_use_tokens": sum(state.in_use_tokens for state in states),
+            "running_tokens": sum(state.running_tokens for state in states),
+            "target_share": states[0].target_share,
+            "members": sum(state.num_members for state in states),
+            "cold_prefills": sum(state.num_cold for state in states),
+            "waiting_turns": self._replicas.num_waiting,
         }
 
     async def describe_eviction(self) -> dict[str, Any] | None:
-        """What the engine's plugin says; None without one."""
-        state = await self._hints.state()
+        """What the plugin of the first engine says; None without one."""
+        state = await self._replicas.first.hints.state()
         if state is None:
             return None
         shown = {"policy": state.policy, "parameters": dict(state.parameters)}

@@ -16,16 +16,15 @@ from admission.eviction.policy import Fate
 from admission.lifecycle import Lifecycle, TurnEnd, is_side_request
 from admission.requests import AdmissionRequest
 from admission.reserve import OutputReserve
-from admission.returns import ReturnModel
 from admission.tickets import Ticket
 from agentserve.cache import Estimate
 from agentserve.conversation import TurnOptions
 from agentserve.engines import GenerateRequest
-from agentserve.engines.hints import EngineHints, SessionHint, TurnHints
+from agentserve.engines.hints import SessionHint, TurnHints
 from agentserve.ledger import Node
 from agentserve.places import Place
+from agentserve.replicas import Replica, Replicas
 from agentserve.sessions import Namespace, Relation, Session, TurnKind
-from agentserve.waiting import WaitingRoom
 from model.conversation import AssistantItem, SystemItem, UserItem
 from prefix_cache.hits import TurnHits
 
@@ -51,8 +50,9 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A turn that wants to start. `is_last`: its client says that no turn of the session follows."""
+    """A turn that wants to start on `replica`. `is_last`: its client says that no turn of the session follows."""
 
+    replica: Replica
     session: Session
     namespace: Namespace
     place: Place
@@ -66,8 +66,8 @@ class Ask:
 class Life:
     """One turn of a session. `committed` and `first_token` may be called or not."""
 
-    def __init__(self, retention: Retention, session: Session, request: AdmissionRequest, *, from_user: bool) -> None:
-        self._retention = retention
+    def __init__(self, replica: Replica, session: Session, request: AdmissionRequest, *, from_user: bool) -> None:
+        self.replica = replica
         self.session_id = session.id
         self.request = request
         self.end = TurnEnd(ends_turn=False, from_user=from_user)
@@ -78,7 +78,7 @@ class Life:
     def first_token(self) -> None:
         """The engine has computed the prompt."""
         if self.ticket is not None and not self.is_over:
-            self._retention.room.prefilled(self.ticket)
+            self.replica.room.prefilled(self.ticket)
 
     def committed(self, item: AssistantItem, reason: str, num_output_tokens: int, hits: TurnHits) -> None:
         """What came of it; of several answers to one prompt the last counts."""
@@ -95,19 +95,9 @@ class Life:
 class Retention:
     """One per server. `ended` hears of each session that has ended, and how that is known."""
 
-    def __init__(
-        self,
-        room: WaitingRoom,
-        returns: ReturnModel,
-        lifecycle: Lifecycle,
-        hints: EngineHints,
-        clock: Callable[[], float],
-        ended: Callable[[HowEnded], None],
-    ) -> None:
-        self.room = room
-        self.returns = returns
+    def __init__(self, replicas: Replicas, lifecycle: Lifecycle, clock: Callable[[], float], ended: Callable[[HowEnded], None]) -> None:
+        self._replicas = replicas
         self.lifecycle = lifecycle
-        self.hints = hints
         self._clock = clock
         self._ended = ended
         self._reserve = OutputReserve()
@@ -124,13 +114,13 @@ class Retention:
             session_has_tools=any(tip.head.tools for tip in session.tips),
         )
         admission = self._admission(ask, is_aside=is_aside)
-        life = Life(self, session, admission, from_user=_from_user(place.node))
+        life = Life(ask.replica, session, admission, from_user=_from_user(place.node))
         if is_aside:
             self.lifecycle.side_request(admission.session_id, _branch_id(session, place) or "")
         else:
             self._asked(ask, admission.session_id)
         try:
-            async with self.room.ticket(admission, lambda: self._waits(session)) as ticket:
+            async with ask.replica.room.ticket(admission, lambda: self._waits(ask)) as ticket:
                 life.ticket = ticket
                 try:
                     yield life
@@ -141,10 +131,10 @@ class Retention:
             if ask.is_last and life.hits is not None:
                 self.end_said(ask.namespace, session.id)
 
-    def turn_hints(self, session: Session, place: Place, options: TurnOptions) -> Mapping[str, str]:
+    def turn_hints(self, replica: Replica, session: Session, place: Place, options: TurnOptions) -> Mapping[str, str]:
         """What the turn's request carries for the engine's plugin."""
         is_probe = is_side_request(num_messages=1, num_tools=1, max_output_tokens=options.max_tokens, session_has_tools=False)
-        return self.hints.xargs(TurnHints(branch_id=_branch_id(session, place), fate=Fate.ONE_SHOT if is_probe else Fate.LIVE))
+        return replica.hints.xargs(TurnHints(branch_id=_branch_id(session, place), fate=Fate.ONE_SHOT if is_probe else Fate.LIVE))
 
     def end_said(self, namespace: Namespace, session_id: str) -> None:
         """The client has deleted the session, or said that its last turn was the last."""
@@ -159,8 +149,8 @@ class Retention:
             self.lifecycle.phase(life_id).value,
             self.lifecycle.return_class(life_id),
             expected if is_idle else None,
-            self.room.is_member(life_id),
-            self.room.num_waiting_of(life_id),
+            any(replica.room.is_member(life_id) for replica in self._replicas),
+            sum(replica.room.num_waiting_of(life_id) for replica in self._replicas),
         )
 
     def _admission(self, ask: Ask, *, is_aside: bool) -> AdmissionRequest:
@@ -192,9 +182,9 @@ class Retention:
             changed += self.lifecycle.output_seen_again(life_id, echoed=True)
         self._changed(changed, "joined")
 
-    def _waits(self, session: Session) -> None:
+    def _waits(self, ask: Ask) -> None:
         """Its blocks are about to be used: they go last for a while."""
-        self.hints.tell(SessionHint(session_id=session.id, awaited_seconds=_AWAITED_SECONDS))
+        ask.replica.hints.tell(SessionHint(session_id=ask.session.id, awaited_seconds=_AWAITED_SECONDS))
 
     def _over(self, life: Life) -> None:
         if life.is_over:
@@ -203,22 +193,25 @@ class Retention:
         if not life.request.is_aside:
             life_id = life.request.session_id
             self.lifecycle.turn_ended(life_id, self._clock(), life.end)
-            self.hints.tell(SessionHint(session_id=life.session_id, return_class=self.lifecycle.return_class(life_id)))
+            life.replica.hints.tell(SessionHint(session_id=life.session_id, return_class=self.lifecycle.return_class(life_id)))
         if life.hits is not None:
             self._reserve.seen(life.end.num_output_tokens)
         if life.ticket is not None and life.hits is not None and life.hits.actual is not None:
             avoidable = max(0, (life.hits.ceiling_blocks or 0) - life.hits.actual)
-            self.room.answered(life.ticket, life.hits.num_prompt_tokens, avoidable)
+            life.replica.room.answered(life.ticket, life.hits.num_prompt_tokens, avoidable)
         self._set_alarm()
 
     def _changed(self, life_ids: Sequence[str], how: HowEnded) -> None:
         """The fates of these sessions are not what they were."""
         for life_id in life_ids:
             is_over = self.lifecycle.is_over(life_id)
-            self.hints.tell(SessionHint(session_id=_engine_id(life_id), fate=Fate.ENDED if is_over else Fate.LIVE))
+            hint = SessionHint(session_id=_engine_id(life_id), fate=Fate.ENDED if is_over else Fate.LIVE)
+            for replica in self._replicas:  # it may have blocks wherever it has been
+                replica.hints.tell(hint)
+                if is_over:
+                    replica.room.session_ended(life_id)
             if is_over:
                 self._ended(how)
-                self.room.session_ended(life_id)
         self._set_alarm()
 
     def _set_alarm(self) -> None:

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 from admission.policies.gate import Gate
 from admission.policies.rule import Rule
-from admission.requests import AdmissionRequest, AdmissionState, Grant, Refusal, Waiting
+from admission.requests import AdmissionRequest, AdmissionState, Grant, Limits, Refusal, Waiting
 from admission.tickets import Ticket
 from agentserve.errors import Busy
 
@@ -17,13 +17,14 @@ _CANCELLED_RETRY_SECONDS = 30.0
 
 
 class WaitingRoom:
-    """Hands out tickets by `policy`. `clock` in seconds, rising only; the event loop's own clock fits.
+    """Hands out tickets by `policy`, which was made for `limits`. `clock` in seconds, rising only; the event loop's own clock fits.
 
     `waited` hears of every ticket how many seconds its turn has waited for it.
     """
 
-    def __init__(self, policy: Gate, clock: Callable[[], float], waited: Callable[[float], None]) -> None:
+    def __init__(self, policy: Gate, limits: Limits, clock: Callable[[], float], waited: Callable[[float], None]) -> None:
         self._policy = policy
+        self.limits = limits
         self._clock = clock
         self._waited = waited
         self._waiting: dict[str, asyncio.Future[Ticket]] = {}

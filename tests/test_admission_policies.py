@@ -119,8 +119,8 @@ def test_a_held_turn_goes_past_the_target_when_its_time_has_come() -> None:
     for name in ("a", "b"):
         policy.returned(let_in(policy, name, 500, 0.0), 1.0)
     assert ask(policy, "c", 400, 2.0) is None
-    assert policy.due_seconds == 62.0
-    assert ids(policy.due(62.0)) == ["c@2"]
+    assert policy.due_seconds == 56.0, "nine tenths of the limit"
+    assert ids(policy.due(56.0)) == ["c@2"]
     assert policy.state().num_members == 2, "an idle member made room"
 
 
@@ -257,3 +257,10 @@ def test_a_tenant_that_has_used_its_share_waits_until_the_others_have() -> None:
         shares.use(tenant, 50)
     assert chosen[:4] == ["early", "early", "late", "late"]
     assert chosen.count("early") == 6
+
+
+def test_whoever_is_still_resident_comes_in_at_once_and_whoever_is_not_waits() -> None:
+    policy = gate("working_set")
+    policy.returned(let_in(policy, "a", 1000, 0.0), 1.0)
+    assert ask(policy, "gone", 400, 2.0, resident=100) is None
+    assert ask(policy, "kept", 400, 3.0, resident=390) is not None, "its blocks are there: to hold it back would only lose them"

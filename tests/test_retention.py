@@ -104,7 +104,7 @@ async def test_an_end_is_said_by_deletion_or_by_a_header_and_ends_the_place(serv
 
 async def test_the_engines_plugin_hears_of_classes_ends_and_joined_subagents(served: Served, upstream: Upstream) -> None:
     heard = Heard()
-    served.server.turns.retention.hints = heard
+    served.server.replicas.first.hints = heard
     upstream.script(Script(say="", calls=(ToolCall("", "bash", {"command": "ls"}),)), Script(say="Found."), Script(say="Done."))
     call = await say(served, [SYSTEM, user("hi")], "root")
     await say(served, [SYSTEM, user("look")], "child", x_agentserve_parent="root")
@@ -164,7 +164,7 @@ async def test_policies_change_under_running_and_waiting_turns(upstream: Upstrea
     with serving(upstream.url, model_folder, admin_key="boss", limits_running_turns=1, alignment_twin_blocks=0) as served:
         upstream.script(Script(say="one", ttft_seconds=0.6))
         turns = [asyncio.create_task(say(served, [SYSTEM, user(name)], name)) for name in ("a", "b", "c")]
-        assert await asyncio.to_thread(wait_until, lambda: served.server.turns.room.num_waiting == 2, 5)
+        assert await asyncio.to_thread(wait_until, lambda: served.server.replicas.first.room.num_waiting == 2, 5)
         wanted = {"admission": {"policy": "working_set", "parameters": {"alpha": 0.8}}}
         status, now = await ask(served.url, "/v1/admin/policies", "PUT", wanted, "boss")
         assert status == 200
@@ -177,7 +177,7 @@ async def test_policies_change_under_running_and_waiting_turns(upstream: Upstrea
         found = values(served.server.metrics.text())
         assert found["admission_members"] == 3
         assert found["admission_budget_tokens"] == pytest.approx(0.8 * 4096 * 32)
-        assert found["admission_in_use_tokens"] == served.server.turns.room.state().in_use_tokens > 0
+        assert found["admission_in_use_tokens"] == served.server.replicas.first.room.state().in_use_tokens > 0
         assert found["lost_hints"] == 0
         assert_nothing_is_held(served)
 
@@ -206,9 +206,9 @@ async def test_waiting_turns_are_listed_and_can_be_cancelled(upstream: Upstream,
     with serving(upstream.url, model_folder, admin_key="boss", limits_running_turns=1, alignment_twin_blocks=0) as served:
         upstream.script(Script(say="one", ttft_seconds=0.6))
         first = asyncio.create_task(say(served, [SYSTEM, user("a")], "a"))
-        assert await asyncio.to_thread(wait_until, lambda: served.server.turns.room.num_tickets == 1, 5)
+        assert await asyncio.to_thread(wait_until, lambda: served.server.replicas.first.room.num_tickets == 1, 5)
         second = asyncio.create_task(chat(served.url, [user("b")], stream=False, headers={"x-agentserve-session": "b"}))
-        assert await asyncio.to_thread(wait_until, lambda: served.server.turns.room.num_waiting == 1, 5)
+        assert await asyncio.to_thread(wait_until, lambda: served.server.replicas.first.room.num_waiting == 1, 5)
         (waiting,) = (await ask(served.url, "/v1/admin/waiting", key="boss"))[1]["data"]
         assert (waiting["session_id"], waiting["is_member"]) == ("b", False)
         assert (await session(served, "b"))["waiting_turns"] == 1

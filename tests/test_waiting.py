@@ -22,7 +22,7 @@ LIMITS = Limits(max_running=24, max_waiting=40, capacity_tokens=10_000)
 
 def room_of(book: TicketBook, limits: Limits, policy: str, **values: float) -> WaitingRoom:
     loop = asyncio.get_running_loop()
-    return WaitingRoom(ADMISSION_POLICIES[policy](book, limits, values), loop.time, lambda _: None)
+    return WaitingRoom(ADMISSION_POLICIES[policy](book, limits, values), limits, loop.time, lambda _: None)
 
 
 class Site:

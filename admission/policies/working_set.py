@@ -3,7 +3,7 @@
 Denning's working set with contexts for pages: what is in use is the footprint of every session that runs or has been idle for less than
 `tau_seconds`. Others wait before their turn starts, the one with the longest resident prefix in front. Where members outgrow the budget by
 `over_commit`, the idle one that is expected back last leaves, never one that runs. Without that margin each newcomer would push a member
-out, nobody would ever wait, and everybody would miss.
+out, nobody would ever wait, and everybody would miss. Who has lost its place but not its blocks passes too: letting it in costs nothing.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ class WorkingSetParameters(BudgetParameters):
     )
     ageing_tokens_per_second: Annotated[float, Knob(1, 1_000_000, "of resident prefix that a second of waiting counts as", log=True)] = (
         3000.0
+    )
+    resident_share: Annotated[float, Knob(0.1, 1.01, "of a prompt that is cached, with which it passes as a member's; above 1: never")] = (
+        0.8
     )
     trim_step: Annotated[float, Knob(0, 0.1, "change of the target in a minute, by what members miss; 0: it stays")] = 0.0
     horizon_seconds: Annotated[float, Knob(1, 86_400, "how far ahead returns are told apart when a member must leave", log=True)] = 600.0
@@ -88,6 +91,10 @@ class _WorkingSet(OpenRule):
 
     def is_member(self, session_id: str) -> bool:
         return session_id in self._idle or session_id in self._busy
+
+    def passes(self, request: AdmissionRequest) -> bool:
+        prompt_tokens = request.resident_tokens + request.uncached_tokens
+        return prompt_tokens > 0 and request.resident_tokens >= self._parameters.resident_share * prompt_tokens
 
     def granted(self, request: AdmissionRequest, running_tokens: int, now: float) -> None:
         tokens = self._leave(request.session_id)

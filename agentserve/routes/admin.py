@@ -62,7 +62,7 @@ def router(server: Server) -> APIRouter:
     @routes.delete("/v1/admin/waiting/{turn_id}")
     async def cancel(request: Request, turn_id: str) -> Response:
         server.check_admin(request.headers)
-        if not server.turns.room.cancel(turn_id):
+        if not any(replica.room.cancel(turn_id) for replica in server.replicas):
             raise NotFound(f"no turn {turn_id!r} waits; GET /v1/admin/waiting lists them", code="turn_not_found")
         return json_response({"object": "waiting_turn.cancelled", "id": turn_id, "cancelled": True})
 
@@ -83,7 +83,8 @@ def describe_waiting(server: Server) -> list[dict[str, Any]]:
             "charge_tokens": entry.request.charge_tokens,
             "resident_tokens": entry.request.resident_tokens,
         }
-        for entry, seconds in server.turns.room.waiting()
+        for replica in server.replicas
+        for entry, seconds in replica.room.waiting()
     ]
 
 

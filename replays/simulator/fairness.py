@@ -9,6 +9,8 @@ import numpy as np
 
 from replays.simulator.outcomes import Outcome
 
+LEAST_SECONDS = 600.0
+
 
 def jain(shares: Sequence[float]) -> float | None:
     """Jain's index, (Σx)² ÷ (n·Σx²): 1 when all are equal, 1/n when one has everything."""
@@ -19,7 +21,8 @@ def jain(shares: Sequence[float]) -> float | None:
 def fairness(outcomes: Iterable[Outcome]) -> dict[str, float]:
     """Waits in front of the engine, seconds: `p50`, `p95`, `p99`, `longest`; `p99_smallest_tenth` and `p99_largest_tenth` of sessions by
     their longest prompt; and `jain` over sessions of the attained share of progress: of the time from a session's first turn to its last,
-    that in which admission did not hold it back."""
+    that in which admission did not hold it back. Sessions that were there for less than `LEAST_SECONDS` are not in the index: it would say
+    where the run cut them."""
     by_session: dict[str, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
         by_session[outcome.stream].append(outcome)
@@ -28,7 +31,7 @@ def fairness(outcomes: Iterable[Outcome]) -> dict[str, float]:
     sessions = sorted(by_session.values(), key=lambda turns: max(turn.num_prompt_tokens for turn in turns))
     tenth = max(1, len(sessions) // 10)
     waits = [_wait(turn) for turns in sessions for turn in turns]
-    attained = [_attained(turns) for turns in sessions]
+    attained = [share for turns in sessions if (share := _attained(turns)) is not None] or [1.0]
     p50, p95, p99 = np.percentile(waits, (50, 95, 99))
     index = jain(attained)
     assert index is not None
@@ -47,9 +50,9 @@ def _wait(turn: Outcome) -> float:
     return turn.granted - turn.asked
 
 
-def _attained(turns: Sequence[Outcome]) -> float:
+def _attained(turns: Sequence[Outcome]) -> float | None:
     seconds = max(turn.finished for turn in turns) - min(turn.asked for turn in turns)
-    return 1 - sum(map(_wait, turns)) / seconds
+    return 1 - sum(map(_wait, turns)) / seconds if seconds >= LEAST_SECONDS else None
 
 
 def _p99(sessions: Iterable[Sequence[Outcome]]) -> float:
