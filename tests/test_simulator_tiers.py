@@ -23,6 +23,7 @@ from replays.simulator.engine import Engine, EngineRequest
 from replays.simulator.handover import Handover, plan_reads
 from replays.simulator.options import EngineOptions
 from replays.simulator.outcomes import Outcome
+from replays.simulator.placement import PLACEMENTS, Placement, in_turn
 from replays.simulator.pool import BlockPool
 from replays.simulator.server import Call, Server
 from replays.simulator.tiers import CpuTier, TierOptions
@@ -49,12 +50,21 @@ def engine(options: EngineOptions = OPTIONS, tier: TierOptions | None = None) ->
     return Engine(options, pool, COST, loader=cpu)
 
 
-def run(engines: list[Engine], requests: list[TimedRequest], handover: Handover | None = None) -> dict[str, Outcome]:
+def run(
+    engines: list[Engine], requests: list[TimedRequest], handover: Handover | None = None, placement: Placement = in_turn
+) -> dict[str, Outcome]:
     """Every request at its step, a step being a second; all of them end, and nothing is held then."""
     clock = Clock()
     outcomes: dict[str, Outcome] = {}
     admission = ADMISSION_POLICIES["fcfs"](TicketBook(), Limits(capacity_tokens=1 << 40))
-    server = Server(clock, engines, admission, on_outcome=lambda outcome: outcomes.__setitem__(outcome.stream, outcome), handover=handover)
+    server = Server(
+        clock,
+        engines,
+        admission,
+        on_outcome=lambda outcome: outcomes.__setitem__(outcome.stream, outcome),
+        handover=handover,
+        placement=placement,
+    )
     for request in requests:
         call = Call(
             request.number, str(request.number), request.path, len(request.token_ids), request.num_output_tokens, "unknown",
@@ -193,3 +203,17 @@ def test_a_prefill_engine_keeps_blocks_until_the_last_reader_has_them() -> None:
     assert sum(o.num_hit_tokens for o in outcomes.values()) > 0
     assert all(o.first_token > o.scheduled + 3.0 for o in outcomes.values())
     assert {o.replica for o in outcomes.values()} == {0, 1}
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_a_session_stays_with_the_replica_that_it_was_given(name: str) -> None:
+    requests = workload()
+    engines = [engine(), engine(), engine()]
+    outcomes = run(engines, requests, placement=PLACEMENTS[name])
+    replicas: dict[int, set[int]] = {}
+    for request in requests:
+        replicas.setdefault(request.path[0].owner, set()).add(outcomes[str(request.number)].replica)
+    assert all(len(places) == 1 for places in replicas.values())
+    assert {place for places in replicas.values() for place in places} == {0, 1, 2}
+    alone, _ = found(run([engine()], workload()))
+    assert found(outcomes)[0] > alone, "three pools hold more than one"

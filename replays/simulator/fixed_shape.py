@@ -76,7 +76,7 @@ def run_fixed_shape(profile: Profile, shape: FixedShape) -> ShapeFigures:
     engines, handover = engines_of(profile, lambda each: _engine(each, shape.concurrency))
     outcomes: list[Outcome] = []
     admission = ADMISSION_POLICIES["fcfs"](TicketBook(), Limits(capacity_tokens=1 << 60))
-    server = Server(clock, engines, admission, profile.request_seconds, profile.token_seconds, outcomes.append, handover)
+    server = Server(clock, engines, admission, profile.request_seconds, profile.token_seconds, outcomes.append, handover=handover)
     rng = random.Random(shape.seed)
     left = shape.concurrency * shape.num_requests_each
 

@@ -22,6 +22,7 @@ from replays.simulator.fixed_shape import engines_of
 from replays.simulator.options import EngineOptions
 from replays.simulator.outcomes import Outcome
 from replays.simulator.pieces import PooledExtent
+from replays.simulator.placement import PLACEMENTS
 from replays.simulator.pool import BlockPool
 from replays.simulator.profiles import find_profile
 from replays.simulator.report import SimulationReport, make_report
@@ -43,6 +44,7 @@ class SimulationOptions:
     max_num_seqs: int | None = None
     """None: twice the concurrency, as the published recipes set it."""
     num_replicas: int = 1
+    placement: str = "in_turn"
     tier: TierOptions | None = None
     """A CPU tier under each engine that prefills."""
     knowledge: Knowledge = field(default_factory=Knowledge)
@@ -79,7 +81,8 @@ class Simulation:
             self.profile.request_seconds,
             self.profile.token_seconds,
             self.outcomes.append,
-            handover,
+            handover=handover,
+            placement=PLACEMENTS[options.placement],
         )
         self.loop: ClosedLoop = ClosedLoop(self.clock, self.server, self.scripts, options.loop)
 

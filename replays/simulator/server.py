@@ -13,6 +13,7 @@ from replays.simulator.clock import Clock, Rank
 from replays.simulator.engine import Engine, EngineRequest
 from replays.simulator.handover import Handover
 from replays.simulator.outcomes import Outcome
+from replays.simulator.placement import Placement, in_turn
 from replays.simulator.pool import Path, Use, covered
 
 
@@ -54,11 +55,13 @@ class Server:
     on_outcome: Callable[[Outcome], None] = lambda outcome: None
     handover: Handover | None = None
     """Prefill and decode apart: the first engines prefill, the others decode."""
+    placement: Placement = in_turn
     num_in_flight: int = 0
     _next_id: int = 0
     _calls: dict[int, Call] = field(default_factory=dict)
     _held: dict[str, Call] = field(default_factory=dict)
     _claimed: dict[int, tuple[Path, int]] = field(default_factory=dict)
+    _places: dict[int, int] = field(default_factory=dict)
     _due_planned: float | None = None
 
     def __post_init__(self) -> None:
@@ -68,10 +71,10 @@ class Server:
             engine.on_load = lambda request, seconds, index=index: self._plan_loaded(index, request, seconds)  # type: ignore[misc]
 
     def submit(self, call: Call, place: int) -> None:
-        """A client asks. `place` chooses the replica: the same for all calls of one play."""
+        """A client asks. `place` is the number of the play: all its calls go to one replica."""
         now = self.clock.now
         call.asked = now
-        call.replica = place % (len(self.engines) if self.handover is None else self.handover.num_prefill)
+        call.replica = self._replica(place)
         engine = self.engines[call.replica]
         size = engine.options.block_size
         most = engine.options.num_blocks * size - 2 * engine.options.num_speculative_tokens
@@ -92,6 +95,13 @@ class Server:
         if isinstance(answer, Grant):
             self._granted([answer])
         self._plan_due()
+
+    def _replica(self, play: int) -> int:
+        """A play's replica is chosen at its first call."""
+        if play not in self._places:
+            takers = self.engines if self.handover is None else self.engines[: self.handover.num_prefill]
+            self._places[play] = self.placement(play, takers)
+        return self._places[play]
 
     def end_stream(self, stream: int) -> None:
         """The stream is over: nothing of its newest prompt will be asked for by it."""
