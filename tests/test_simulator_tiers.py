@@ -40,7 +40,7 @@ def engine(options: EngineOptions = OPTIONS, tier: TierOptions | None = None) ->
     policy = EVICTION_POLICIES["lru"].build(Pool(options.num_blocks))
     if tier is None:
         return Engine(options, BlockPool(options.num_blocks, policy), COST)
-    cpu = CpuTier(tier, options.block_size, COST)
+    cpu = CpuTier(tier, options.block_size, COST, options.drops_last_block)
     pool = BlockPool(
         options.num_blocks,
         policy,
@@ -104,6 +104,13 @@ def test_an_exclusive_tier_gives_back_what_the_pool_let_go_and_an_inclusive_one_
     inclusive = sum(found(run([engine(tier=small)], workload())))
     assert exclusive > gpu + 0.6 * (roomy - gpu)
     assert inclusive < gpu + 0.2 * (roomy - gpu)
+
+
+def test_the_last_block_rule_of_speculation_costs_a_block_and_not_what_lies_behind_it_in_the_tier() -> None:
+    eagle = replace(OPTIONS, num_speculative_tokens=3, acceptance_length=2.5, drops_last_block=True)
+    plain, spared = (run([engine(options, TIER)], workload()) for options in (OPTIONS, eagle))
+    assert sum(found(spared)) > sum(found(plain)) - 1.5 * SIZE * len(plain)
+    assert found(spared)[1] > 0.8 * found(plain)[1]
 
 
 def test_an_exclusive_tier_and_its_pool_never_hold_the_same_block() -> None:

@@ -236,9 +236,10 @@ class Engine:
         whole = -(-request.num_tokens // size) - hit
         if options.full_prompt_must_fit and whole > spare:
             return None
-        if self.loader is not None and whole <= spare and (num_loaded := self.loader.offer(request, hit, limit, self._now)):
-            self._note_hits(request, hit, resident, limit)
-            return self._load(request, hit, num_loaded)
+        if self.loader is not None and whole <= spare and (num_loaded := self.loader.offer(request, resident, limit, self._now)):
+            # The last-block rule is for the end of what is found, wherever it is: here the pool's own last block is in its middle.
+            self._note_hits(request, resident, resident, limit)
+            return self._load(request, resident, num_loaded)
         end = hit * size + num_new
         num_blocks = -(-(end + options.num_speculative_tokens) // size)
         if num_blocks - hit > spare:

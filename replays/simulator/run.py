@@ -96,7 +96,7 @@ class Simulation:
         fates = Fates(options.knowledge, self._uses if choice.needs_future else None)
         if options.tier is None or profile is not (self.profile.prefill or self.profile):
             return Engine(settings, BlockPool(settings.num_blocks, self._policy(), fates, self.anatomy.evicted), profile.cost)
-        tier = CpuTier(options.tier, settings.block_size, profile.cost)
+        tier = CpuTier(options.tier, settings.block_size, profile.cost, settings.drops_last_block)
         self.tiers.append(tier)
 
         def evicted(branch: Branch, start: int, end: int, extent: PooledExtent, now: float) -> None:
