@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -59,6 +60,22 @@ class Sent:
     num_looks: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Overtaken:
+    """What an answer teaches that came before the events which explain it."""
+
+    hashes: Sequence[BlockHash]
+    num_cached_tokens: int
+    guess: int
+    missed: BlockHash
+    departures: tuple[int, ...]
+    num_batches: int
+    """The mirror's, when the answer came."""
+
+
+_MAX_OVERTAKEN = 64
+_NUM_LATE_BATCHES = 16
+"""After so many more, a miss that none of them explains counts against the mirror. On a busy host answers are up to a second ahead."""
 _MAX_LOOKS = 16
 """Steps of a generation in which the mirror is asked whether it has seen the prompt's blocks; its events come as fast as the steps."""
 
@@ -66,16 +83,26 @@ _MAX_LOOKS = 16
 class CacheBooks:
     """Estimates before, books after. `block_size` None: the engine does not say; then there are no block figures.
 
-    `offload` needs a mirror: what a tier adds is counted beyond what the GPU holds.
+    `offload` needs a mirror: what a tier adds is counted beyond what the GPU holds. `beside`: the books of another engine of this server.
     """
 
-    def __init__(self, *, block_size: int | None, ceiling_tokens: int, mirror: Mirror | None, offload: Offload | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        block_size: int | None,
+        ceiling_tokens: int,
+        mirror: Mirror | None,
+        offload: Offload | None = None,
+        beside: CacheBooks | None = None,
+    ) -> None:
         self.block_size = block_size
         self.mirror = mirror
         self.offload = offload if mirror is not None else None
-        self.tree = PrefixTree(ceiling_tokens)
+        # An unlimited cache is one, over however many engines; so are the sums.
+        self.tree: PrefixTree = PrefixTree(ceiling_tokens) if beside is None else beside.tree
+        self.totals: HitTotals = HitTotals() if beside is None else beside.totals
         self.in_flight = InFlight()
-        self.totals = HitTotals()
+        self._overtaken: deque[_Overtaken] = deque(maxlen=_MAX_OVERTAKEN)
 
     def estimate(self, prompt: FlatPrompt, twin_end: int = 0, offload: int = 0, other_replica: int = 0) -> Estimate:
         """Ceiling and prediction of the prompt as it stands. Costs what is new since the prompt was last looked at.
@@ -100,11 +127,13 @@ class CacheBooks:
 
     def _predicted(self, mirror: Mirror, estimate: Estimate, prompt: FlatPrompt) -> Estimate:
         """`estimate` with what the mirror says."""
+        self._learn_overtaken(mirror)
         hashes, departures = estimate.hashes, mirror.departures
-        start = prompt.num_resident_blocks if prompt.resident_as_of == departures else 0
+        is_same = prompt.resident_in is mirror and prompt.resident_as_of == departures
+        start = prompt.num_resident_blocks if is_same else 0
         predicted = mirror.predict(hashes, estimate.num_prompt_tokens, min(start, len(hashes)))
         resident = predicted // mirror.block_size
-        prompt.resident_as_of, prompt.num_resident_blocks = departures, resident
+        prompt.resident_in, prompt.resident_as_of, prompt.num_resident_blocks = mirror, departures, resident
         external = self.offload.predict(hashes, estimate.num_prompt_tokens, predicted) if self.offload is not None else None
         given = predicted + external.num_given_tokens if external is not None and external.num_given_tokens else 0
         return replace(
@@ -143,6 +172,13 @@ class CacheBooks:
         if self.mirror.match(estimate.hashes[:stop], start) == stop:
             sent.settled = departures
 
+    def num_resident_tokens(self, prompt: FlatPrompt) -> int | None:
+        """Leading tokens of the prompt that the engine holds, as the mirror says; None without one."""
+        if self.mirror is None:
+            return None
+        is_same = prompt.resident_in is self.mirror and prompt.resident_as_of == self.mirror.departures
+        return self.mirror.predict(prompt.chain.hashes, len(prompt.ids), prompt.num_resident_blocks if is_same else 0)
+
     def num_known_blocks(self, estimate: Estimate) -> int:
         """Leading blocks that need not be computed as far as anybody knows: resident, or without a mirror computed before.
 
@@ -180,11 +216,31 @@ class CacheBooks:
         beyond = max(0, num_cached_tokens - guess) if estimate.external is not None else 0
         if estimate.external is not None and estimate.predicted is None:
             beyond = min(beyond, estimate.external.num_tokens)  # a suspect mirror may also know too little of the GPU
-        # Also while suspect: a run of right guesses is what ends the suspicion.
-        mirror.learn(hashes, num_cached_tokens - beyond, guess, num_blocks=num_computed // mirror.block_size)
+        num_hit_tokens, num_blocks = num_cached_tokens - beyond, num_computed // mirror.block_size
+        if estimate.predicted is not None and num_hit_tokens < guess and not self._is_explained(mirror, estimate, num_hit_tokens):
+            missed = estimate.hashes[num_hit_tokens // mirror.block_size]
+            late = _Overtaken(hashes[:num_blocks], num_hit_tokens, guess, missed, estimate.departures, mirror.num_applied_batches)
+            self._overtaken.append(late)
+        else:  # also while suspect: a run of right guesses is what ends the suspicion
+            mirror.learn(hashes, num_hit_tokens, guess, num_blocks=num_blocks)
         if self.offload is not None and estimate.external is not None:
             self.offload.learn(estimate.hashes, estimate.num_prompt_tokens, num_cached_tokens, estimate.external)
             self.offload.computed(hashes, num_computed, salted=bool(computed.salt))
+
+    @staticmethod
+    def _is_explained(mirror: Mirror, estimate: Estimate, num_hit_tokens: int) -> bool:
+        """Whether the first block that was missed is known to have left since it was promised."""
+        return mirror.removed_since(estimate.hashes[num_hit_tokens // mirror.block_size], estimate.departures)
+
+    def _learn_overtaken(self, mirror: Mirror) -> None:
+        """From answers that were ahead of the events, once those are there or must have been."""
+        while self._overtaken:
+            late = self._overtaken[0]
+            is_due = mirror.num_applied_batches - late.num_batches >= _NUM_LATE_BATCHES
+            if not is_due and not mirror.removed_since(late.missed, late.departures):
+                return
+            self._overtaken.popleft()
+            mirror.learn(late.hashes, late.num_cached_tokens, late.guess)
 
     def _external(self, estimate: Estimate, num_cached_tokens: int | None) -> int | None:
         """Of the hit, what the GPU did not hold: the engine reports the sum only. None where that cannot be told."""
@@ -231,14 +287,15 @@ class CacheBooks:
     def _evicted(self, estimate: Estimate, num_cached_tokens: int | None) -> int | None:
         """Tokens between hit and ceiling that are gone because the first missing block was seen to leave.
 
-        What lies behind that block may still be resident, but without it cannot be reached.
+        What lies behind that block may still be resident, but without it cannot be reached. A block that a mirror in step still holds has
+        left all the same: the announcement is behind the answer.
         """
         if self.mirror is None or num_cached_tokens is None:
             return None
         first = num_cached_tokens // self.mirror.block_size
         behind = first - estimate.num_resident_blocks
         if behind < 0:
-            gone = self.mirror.removed_since(estimate.hashes[first], estimate.departures)
+            gone = estimate.predicted is not None or self.mirror.removed_since(estimate.hashes[first], estimate.departures)
         else:
             gone = behind < len(estimate.removed) and estimate.removed[behind]
         return estimate.ceiling if gone else 0

@@ -29,14 +29,23 @@ class Part(BaseModel):
 
 
 class EngineSettings(Part):
-    url: str | None = Field(None, description="Base URL of a running vLLM; without it the embedded CPU engine is started.")
+    url: str | None = Field(
+        None,
+        description="Base URL of a running vLLM, or with commas of several that are alike; without it the embedded CPU engine is started.",
+    )
     api_key: SecretStr | None = Field(None, description="Bearer token for the engine.")
     model_folder: Path | None = Field(
         None, description="Folder with the served model's tokenizer; default: the folder that the engine names, if it is on this machine."
     )
-    chat_format: str = Field("auto", description="Chat format by name; auto: by the control tokens, else the model's own template.")
-    events: str | None = Field(None, description="ZMQ endpoint of the engine's KV events; the embedded engine sets its own.")
-    events_replay: str | None = Field(None, description="ZMQ endpoint of the engine's KV event replay.")
+    chat_format: str = Field(
+        "auto",
+        description="Chat format by name; auto: by the control tokens, else the model's template; passthrough: the engine renders.",
+    )
+    events: str | None = Field(
+        None,
+        description="ZMQ endpoint of the engine's KV events, of several engines one each; the embedded engine sets its own.",
+    )
+    events_replay: str | None = Field(None, description="ZMQ endpoint of the engine's KV event replay, of several engines one each.")
     events_topic: str = Field("kv-events", description="Topic of the engine's KV events.")
     start_seconds: float = Field(300.0, gt=0, description="How long to wait for the engine to answer at start, seconds.")
     kv_tokens: int = Field(262_144, ge=256, description="KV capacity of the embedded engine, tokens; small values make evictions happen.")

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from importlib.metadata import version
 
 from rich.console import Console
 
-from benchmarks import cache_alignment, cache_engine, cache_speed
+from benchmarks import cache_alignment, cache_engine, cache_speed, offload
+from benchmarks.doctor_plants import doctor_score
 from benchmarks.report import Options, Result, Row
 
 Figures = dict[str, float | None]
-
-PARTS: tuple[Callable[[Options], Figures], ...] = ()
-"""Further parts, for offloaded blocks and for the doctor: figures by name. A figure that no part measures is None."""
-_DOCTOR = ("doctor_found", "doctor_planted", "doctor_false")
 
 
 def measure(options: Options) -> Result:
     """Run all parts. A quick run plays fewer turns, does not kill the engine, and weighs the mirror over a tenth of the blocks."""
     console = Console(stderr=True)
-    played = asyncio.run(cache_engine.measure(options.cache_folder, quick=options.quick, progress=console.print))
+    with ThreadPoolExecutor(1) as beside:
+        offloaded = beside.submit(offload.figures, options) if options.quick else None  # engines start at the same time
+        played = asyncio.run(cache_engine.measure(options.cache_folder, quick=options.quick, progress=console.print))
+        external = offloaded.result() if offloaded is not None else offload.figures(options)
     speed = cache_speed.measure(quick=options.quick)
     alignments, num_sessions = cache_alignment.measure(options.traces)
     figures: Figures = {
@@ -30,15 +31,13 @@ def measure(options: Options) -> Result:
         "recall": min(agreement.recall for agreement in played.agreements),
         "cause_sum_error_tokens": float(played.cause_sum_error_tokens),
         "unknown_share": played.unknown_share,
-        "external_prediction_error_points": None,
+        **external,
         "tail_tokens_saved_share": alignments[-1].saved_share,
         "block_events_per_second": speed.block_events_per_second,
         "matches_per_second": speed.matches_per_second,
         "bytes_per_block": speed.bytes_per_block,
-        **dict.fromkeys(_DOCTOR),
+        **{name: float(count) for name, count in asdict(doctor_score()).items()},
     }
-    for part in PARTS:
-        figures.update(part(options))
     rows = [Row(name, {"figure": value}) for name, value in figures.items()]
     rows.append(Row("with decoding: block events per second", {"figure": speed.wire_block_events_per_second}))
     rows.append(Row("bytes per block, midway", {"figure": speed.bytes_per_block_midway}))

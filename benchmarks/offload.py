@@ -8,6 +8,7 @@ from a tier only as a sum over requests.
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import random
 import socket
 from collections.abc import AsyncIterator, Sequence
@@ -33,6 +34,7 @@ from benchmarks.report import Options, Result, Row
 WINDOW = 200
 """Requests over which the prediction is judged."""
 NUM_REQUESTS = 400
+NUM_REQUESTS_QUICK = 30
 NUM_SESSIONS = 10
 KV_TOKENS = 8192
 MEMORY_BYTES = 64 << 20
@@ -147,6 +149,15 @@ async def play(cache_folder: Path, num_requests: int, url: str | None, **offload
     async with offloading(cache_folder, url=url, **offload) as player:
         player.open(NUM_SESSIONS)
         return await player.play(num_requests)
+
+
+def figures(options: Options) -> dict[str, float | None]:
+    """The error of the prediction with a second level; None without LMCache, and a quick run plays less than a window."""
+    if importlib.util.find_spec("lmcache") is None:
+        return {"external_prediction_error_points": None}
+    with ValkeyServer() as store:
+        played = uvloop.run(play(options.cache_folder, NUM_REQUESTS_QUICK if options.quick else WINDOW, f"redis://127.0.0.1:{store.port}"))
+    return {"external_prediction_error_points": external_prediction_error_points(played)}
 
 
 def measure(options: Options) -> Result:

@@ -8,7 +8,9 @@ import os
 import signal
 import sys
 
+import aiohttp
 import pytest
+import redis.asyncio as redis
 
 from benchmarks.history import code
 from benchmarks.offload import Played, Player, external_prediction_error_points, offloading
@@ -36,11 +38,11 @@ def engines() -> set[int]:
     return {process.pid for process in descendants(os.getpid()) if "vllm.entrypoints" in process.command}
 
 
-async def push_out(player: Player) -> None:
+async def push_out(player: Player, kv_tokens: int = KV_TOKENS) -> None:
     """Long prompts, until the GPU has lost what it had."""
     num_tokens = 0
-    while num_tokens < 1.2 * KV_TOKENS:
-        one = await player.ask([{"role": "user", "content": code(player.rng, 6_000)}], 1)
+    while num_tokens < 1.2 * kv_tokens:
+        one = await player.ask([{"role": "user", "content": code(player.rng, 3 * kv_tokens // 2)}], 1)
         num_tokens += one.num_prompt_tokens
 
 
@@ -90,7 +92,64 @@ async def scenario(url: str) -> None:
         assert engines() == before
 
 
+@pytest.mark.case("KVM-13")
 def test_external_hits_are_predicted_and_a_dead_cache_server_costs_misses_only() -> None:
     with running_redis() as store:
         asyncio.run(scenario(store.url))
+    assert not cache_servers()
+
+
+def rank_of(key: bytes) -> int:
+    """LMCache's key of a shard: model @ world size, rank, and their local forms in two hexadecimal digits each @ chunk hash …"""
+    return int(key.split(b"@")[1][2:4], 16)
+
+
+async def forget_memory() -> None:
+    """The cache server's own memory goes; the second level stays."""
+    (server,) = cache_servers()
+    words = server.command.split()
+    port = words[words.index("--http-port") + 1]
+    async with aiohttp.ClientSession() as http, http.post(f"http://127.0.0.1:{port}/cache/clear") as response:
+        response.raise_for_status()
+
+
+async def from_second_level(player: Player, probe: list[dict[str, str]], kv_tokens: int, num_attempts: int = 4) -> Played:
+    """The probe once more when only the second level has it. On a busy machine vLLM takes the cache server for dead now and then."""
+    for _ in range(num_attempts):
+        await push_out(player, kv_tokens)
+        await forget_memory()
+        found = await player.ask(probe, 4)
+        if found.external:
+            break
+        await asyncio.sleep(6)  # a heartbeat
+    return found
+
+
+async def two_ranks(url: str, kv_tokens: int = 2048) -> None:
+    async with offloading(CACHE_FOLDER, url=url, kv_tokens=kv_tokens, tensor_parallel=2) as player, redis.Redis.from_url(url) as store:
+        probe = [{"role": "user", "content": " ".join(f"word{number}" for number in range(240))}]
+        cold = await player.ask(probe, 4)
+        whole = await from_second_level(player, probe, kv_tokens)
+        assert whole.external_booked == whole.external > 256
+        assert whole.external_predicted in (whole.external, 0)  # 0: after what looked like the second level's end
+
+        keys = [key async for key in store.scan_iter("*")]
+        lost = [key for key in keys if rank_of(key) == 1]
+        assert 2 * len(lost) == len(keys)
+        await store.delete(*lost)
+        half = await from_second_level(player, probe, kv_tokens, 1)
+        assert half.external == 0
+        assert half.missed["offload_missing"] == whole.external
+
+        again = await from_second_level(player, probe, kv_tokens)  # computed and stored again, on both ranks
+        assert again.external == whole.external
+        assert {one.text for one in (whole, half, again)} == {cold.text}
+
+
+@pytest.mark.case("KVM-10")
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_chunk_that_one_of_two_ranks_has_lost_is_no_hit() -> None:
+    with running_redis() as store:
+        asyncio.run(two_ranks(store.url))
     assert not cache_servers()

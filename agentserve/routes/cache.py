@@ -12,6 +12,7 @@ from agentserve.dialects.account import describe_divergence, describe_head_break
 from agentserve.errors import InvalidRequest
 from agentserve.headers import json_response
 from agentserve.records import TurnRecord
+from agentserve.replicas import Replica
 from agentserve.routes.sessions import describe_totals, find
 from agentserve.server import Server
 from prefix_cache.mirror import Mirror
@@ -27,7 +28,8 @@ def router(server: Server) -> APIRouter:
     @routes.get("/v1/cache")
     async def cache(request: Request) -> Response:
         namespace = server.namespace(request.headers)
-        return json_response({"object": "cache", "hits": describe_totals(namespace.totals), "engines": [describe_engine(server)]})
+        engines = [describe_engine(replica) for replica in server.replicas]
+        return json_response({"object": "cache", "hits": describe_totals(namespace.totals), "engines": engines})
 
     @routes.get("/v1/sessions/{session_id:path}/turns")
     async def turns(request: Request, session_id: str) -> Response:
@@ -69,19 +71,21 @@ def describe_turn(record: TurnRecord) -> dict[str, Any]:
     }
 
 
-def describe_engine(server: Server) -> dict[str, Any]:
+def describe_engine(replica: Replica) -> dict[str, Any]:
     """An engine's cache as JSON; what is not known is null."""
-    info = server.engine.info
+    info, books = replica.engine.info, replica.books
     return {
         "engine": info.name,
-        "url": server.engine.url,
+        "url": replica.engine.url,
+        "open": replica.is_open,
+        "running_turns": replica.num_running,
         "block_size": info.block_size,
         "capacity_tokens": info.kv_capacity_tokens,
         "max_model_len": info.max_model_len,
-        "computing_blocks": len(server.books.in_flight),
-        "ceiling_index_tokens": server.books.tree.num_tokens,
-        "mirror": _mirror(server.books),
-        "offload": _offload(server.books),
+        "computing_blocks": len(books.in_flight),
+        "ceiling_index_tokens": books.tree.num_tokens,
+        "mirror": _mirror(books),
+        "offload": _offload(books),
     }
 
 
