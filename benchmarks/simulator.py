@@ -23,6 +23,7 @@ import msgspec
 from rich.console import Console
 
 from benchmarks.contenders import ContenderFailed
+from benchmarks.live_rung import LiveRung, live_rung
 from benchmarks.public_simulator import PUBLIC, SideBySide, side_by_side
 from benchmarks.report import Options, Result, Row
 from replays.generator import GeneratorSettings, generate_sessions
@@ -32,6 +33,7 @@ from replays.simulator.engine import Engine
 from replays.simulator.grid import ENDS
 from replays.simulator.loop import LoopOptions
 from replays.simulator.pool import BlockPool
+from replays.simulator.published import RUNS, compare, read_record
 from replays.simulator.run import SimulationOptions, simulate
 from replays.simulator.scripts import Script
 from replays.simulator.tiers import TierOptions
@@ -85,7 +87,25 @@ def _measure(options: Options, folder: Path) -> Result:
         public = _beside(traces, options, folder)
     with _STATUS.status("tuning"):
         closed = {} if options.quick else tuned_gap_closed(scripts)
-    return _result(errors, speeds, growth, public, closed)
+    with _STATUS.status("published points"):
+        points = published_points(simulate_again=not options.quick)
+    with _STATUS.status("a real engine"):
+        live = _live(folder, options)
+    figures: dict[str, object] = {
+        "rung_errors": dict(errors),
+        "live_hit_error_points": None if live is None else live.hit_error_points,
+        "live_ttft_error_share": None if live is None else live.ttft_error_share,
+        "published_points": points,
+        "seconds_per_policy_point": max(speed.seconds for speed in speeds),
+        "turns": speeds[0].num_turns,
+        "peak_bytes": max(speed.peak_bytes for speed in speeds),
+        "turn_seconds_growth": growth,
+        "speedup_over_public": None if public is None else public.speedup,
+        "speedup_over_public_python": None if public is None else public.speedup_over_python,
+        "public_hit_difference_points": None if public is None else 100 * (public.our_hit_rate - public.theirs.hit_rate),
+        "tuned_gap_closed_share": dict(closed),
+    }
+    return _result(errors, speeds, public, figures)
 
 
 def _generated(folder: Path, num_sessions: int) -> Path:
@@ -225,15 +245,18 @@ def tuned_gap_closed(scripts: Sequence[Script]) -> dict[str, float | None]:
     return closed
 
 
-def published_points() -> list[dict[str, object]] | None:
-    """Published figures and what the simulator makes of them, where the profiles that were fitted to them are installed."""
-    if importlib.util.find_spec("replays.simulator.published") is None:
+def published_points(*, simulate_again: bool) -> list[dict[str, object]]:
+    """Published figures and what the simulator makes of them: now, or as recorded (a test repeats the record)."""
+    found = [point for run in RUNS for point in compare(run)] if simulate_again else read_record()
+    return [{"name": point.name, "ours": point.ours, "theirs": point.theirs, "held_back": point.held_back} for point in found]
+
+
+def _live(folder: Path, options: Options) -> LiveRung | None:
+    """Beside a real vLLM on the CPU, where it is installed; not in a quick run."""
+    if options.quick or importlib.util.find_spec("vllm") is None:
         return None
-    published = importlib.import_module("replays.simulator.published")
-    points: list[dict[str, object]] = []
-    for run in published.RUNS:
-        points += [{"name": p.name, "ours": p.ours, "theirs": p.theirs, "held_back": p.held_back} for p in published.compare(run)]
-    return points
+    (folder / "live").mkdir()
+    return live_rung(folder / "live")
 
 
 def _public_rows(public: SideBySide) -> list[Row]:
@@ -245,9 +268,7 @@ def _public_rows(public: SideBySide) -> list[Row]:
     ]
 
 
-def _result(
-    errors: Mapping[str, int], speeds: Sequence[Speed], growth: float | None, public: SideBySide | None, closed: Mapping[str, float | None]
-) -> Result:
+def _result(errors: Mapping[str, int], speeds: Sequence[Speed], public: SideBySide | None, figures: Mapping[str, object]) -> Result:
     rows = [Row(speed.policy, {"turns": speed.num_turns, "CPU s": speed.seconds, "peak MB": speed.peak_bytes / 1e6}) for speed in speeds]
     if public is not None:
         rows += _public_rows(public)
@@ -259,18 +280,5 @@ def _result(
             f"C++ and Python: {PUBLIC.requirement}, its two cores, one LRU point on the same prompts without reading them",
             *(f"{name}: {value}" for name, value in errors.items()),
         ),
-        figures={
-            "rung_errors": dict(errors),
-            "live_hit_error_points": None,
-            "live_ttft_error_share": None,
-            "published_points": published_points(),
-            "seconds_per_policy_point": max(speed.seconds for speed in speeds),
-            "turns": speeds[0].num_turns,
-            "peak_bytes": max(speed.peak_bytes for speed in speeds),
-            "turn_seconds_growth": growth,
-            "speedup_over_public": None if public is None else public.speedup,
-            "speedup_over_public_python": None if public is None else public.speedup_over_python,
-            "public_hit_difference_points": None if public is None else 100 * (public.our_hit_rate - public.theirs.hit_rate),
-            "tuned_gap_closed_share": dict(closed),
-        },
+        figures=figures,
     )

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from agentserve.cli import build_cli
 from replays.simulator.cost import Profile, StepWork
 from replays.simulator.fixed_shape import FixedShape, run_fixed_shape
 from replays.simulator.geometry import GeometryCost
@@ -106,6 +107,15 @@ def test_throughput_and_tpot_are_met_wherever_the_acceptance_is_known() -> None:
     for row in read_record():
         if "tokens/s" in row.name or "TPOT" in row.name:
             assert row.is_met or "EAGLE3" in row.name, row
+
+
+def test_the_command_lists_profiles_and_points_and_says_what_is_missed(capsys: pytest.CaptureFixture[str]) -> None:
+    build_cli()(["profiles"], result_action="return_value")
+    build_cli()(["profiles", "--points"], result_action="return_value")
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in PROFILES)
+    assert "held back, missed" in shown
+    assert f"of {sum(figure.held_back for figure in FIGURES)} held back" in shown
 
 
 def test_every_profile_says_what_it_is() -> None:

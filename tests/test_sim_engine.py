@@ -214,6 +214,15 @@ async def test_times_are_those_of_the_model_and_metrics_say_so_under_vllms_names
     assert 'source="local_compute"} 20000.0' in text
 
 
+@pytest.mark.parametrize(
+    ("profile", "message"), [("m3", "there is no profile 'm3'"), ("m3-mi355x-mxfp4-pd-2tp4-tp4", "prefill and decode apart")]
+)
+async def test_a_profile_that_cannot_be_served_is_refused_with_the_reason(profile: str, message: str, model_folder: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        async with simulated_server(ServeOptions(profile, model_folder)):
+            raise AssertionError("it was served")
+
+
 async def test_branches_that_hold_nothing_are_forgotten(model_folder: Path) -> None:
     async with engine(model_folder, capacity_tokens=8 * BLOCK) as server, client_of(server) as client:
         for number in range(270):

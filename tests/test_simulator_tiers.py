@@ -26,6 +26,7 @@ from replays.simulator.handover import Handover, plan_reads
 from replays.simulator.lives import Lives
 from replays.simulator.options import EngineOptions
 from replays.simulator.outcomes import Outcome
+from replays.simulator.placement import PLACEMENTS, Placement, in_turn
 from replays.simulator.pool import BlockPool
 from replays.simulator.server import Call, Server
 from replays.simulator.tiers import CpuTier, TierOptions
@@ -42,7 +43,7 @@ def engine(options: EngineOptions = OPTIONS, tier: TierOptions | None = None) ->
     policy = EVICTION_POLICIES["lru"].build(Pool(options.num_blocks))
     if tier is None:
         return Engine(options, BlockPool(options.num_blocks, policy), COST)
-    cpu = CpuTier(tier, options.block_size, COST)
+    cpu = CpuTier(tier, options.block_size, COST, options.drops_last_block)
     pool = BlockPool(
         options.num_blocks,
         policy,
@@ -52,14 +53,22 @@ def engine(options: EngineOptions = OPTIONS, tier: TierOptions | None = None) ->
     return Engine(options, pool, COST, loader=cpu)
 
 
-def run(engines: list[Engine], requests: list[TimedRequest], handover: Handover | None = None) -> dict[str, Outcome]:
+def run(
+    engines: list[Engine], requests: list[TimedRequest], handover: Handover | None = None, placement: Placement = in_turn
+) -> dict[str, Outcome]:
     """Every request at its step, a step being a second; all of them end, and nothing is held then."""
     clock = Clock()
     outcomes: dict[str, Outcome] = {}
     admission = ADMISSION_POLICIES["fcfs"](TicketBook(), Limits(capacity_tokens=1 << 40))
     lives = Lives(Lifecycle(ReturnModel()), says_ends=False)
     server = Server(
-        clock, engines, admission, lives, on_outcome=lambda outcome: outcomes.__setitem__(outcome.stream, outcome), handover=handover
+        clock,
+        engines,
+        admission,
+        lives,
+        on_outcome=lambda outcome: outcomes.__setitem__(outcome.stream, outcome),
+        handover=handover,
+        placement=placement,
     )
     for request in requests:
         call = Call(
@@ -100,6 +109,13 @@ def test_an_exclusive_tier_gives_back_what_the_pool_let_go_and_an_inclusive_one_
     inclusive = sum(found(run([engine(tier=small)], workload())))
     assert exclusive > gpu + 0.6 * (roomy - gpu)
     assert inclusive < gpu + 0.2 * (roomy - gpu)
+
+
+def test_the_last_block_rule_of_speculation_costs_a_block_and_not_what_lies_behind_it_in_the_tier() -> None:
+    eagle = replace(OPTIONS, num_speculative_tokens=3, acceptance_length=2.5, drops_last_block=True)
+    plain, spared = (run([engine(options, TIER)], workload()) for options in (OPTIONS, eagle))
+    assert sum(found(spared)) > sum(found(plain)) - 1.5 * SIZE * len(plain)
+    assert found(spared)[1] > 0.8 * found(plain)[1]
 
 
 def test_an_exclusive_tier_and_its_pool_never_hold_the_same_block() -> None:
@@ -199,3 +215,17 @@ def test_a_prefill_engine_keeps_blocks_until_the_last_reader_has_them() -> None:
     assert sum(o.num_hit_tokens for o in outcomes.values()) > 0
     assert all(o.first_token > o.scheduled + 3.0 for o in outcomes.values())
     assert {o.replica for o in outcomes.values()} == {0, 1}
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_a_session_stays_with_the_replica_that_it_was_given(name: str) -> None:
+    requests = workload()
+    engines = [engine(), engine(), engine()]
+    outcomes = run(engines, requests, placement=PLACEMENTS[name])
+    replicas: dict[int, set[int]] = {}
+    for request in requests:
+        replicas.setdefault(request.path[0].owner, set()).add(outcomes[str(request.number)].replica)
+    assert all(len(places) == 1 for places in replicas.values())
+    assert {place for places in replicas.values() for place in places} == {0, 1, 2}
+    alone, _ = found(run([engine()], workload()))
+    assert found(outcomes)[0] > alone, "three pools hold more than one"

@@ -20,6 +20,7 @@ import msgspec
 from replays.simulator.profile_file import Measured
 
 _FIRST_ID, _LAST_ID = 300, 2000
+_LEAST_SECONDS = 1e-5
 _METRIC = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 
 
@@ -74,10 +75,11 @@ class EngineFacts:
 
 @dataclass(slots=True)
 class _Stream:
-    """Times of a request's events, in seconds."""
+    """When a request was sent, and its first and last token came."""
 
     sent: float
-    arrivals: list[float] = field(default_factory=list)
+    first: float = 0.0
+    last: float = 0.0
 
 
 class _Model(msgspec.Struct):
@@ -89,8 +91,19 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
+class _Choice(msgspec.Struct):
+    token_ids: list[int] | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+
+
 class _Version(msgspec.Struct):
     version: str
+
+
+_EVENT = msgspec.json.Decoder(_Event)
 
 
 @dataclass(eq=False)
@@ -106,8 +119,16 @@ class Meter:
         return self.rng.choices(range(_FIRST_ID, _LAST_ID), k=num_tokens)
 
     async def stream(self, prompt: Sequence[int], num_tokens: int) -> _Stream:
-        """Send a prompt and note when each event with tokens comes. Raises CalibrationError where the engine refuses."""
-        body = {"model": self.model, "prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, "stream": True, "temperature": 0}
+        """Send a prompt and note when its tokens come. Raises CalibrationError where the engine refuses."""
+        body: dict[str, object] = {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": num_tokens,
+            "ignore_eos": True,
+            "stream": True,
+            "temperature": 0,
+        }
+        body["return_token_ids"] = True
         raw = msgspec.json.encode(body)
         seen = _Stream(time.perf_counter())
         headers = {"Content-Type": "application/json"}
@@ -116,11 +137,14 @@ class Meter:
                 if response.status != 200:
                     raise CalibrationError(f"{self.url} refused a prompt of {len(prompt)} tokens: {(await response.text())[:300]}")
                 async for line in response.content:
-                    if line.startswith(b"data: {") and b'"choices":[]' not in line:
-                        seen.arrivals.append(time.perf_counter())
-        except aiohttp.ClientError as error:
+                    if not line.startswith(b"data: {"):
+                        continue
+                    if any(choice.token_ids for choice in _EVENT.decode(line[6:]).choices):
+                        seen.last = time.perf_counter()
+                        seen.first = seen.first or seen.last
+        except (aiohttp.ClientError, msgspec.MsgspecError) as error:
             raise CalibrationError(f"{self.url} broke off: {error!r}") from error
-        if not seen.arrivals:
+        if not seen.first:
             raise CalibrationError(f"{self.url} gave no token for a prompt of {len(prompt)} tokens")
         return seen
 
@@ -132,25 +156,27 @@ class Meter:
             if context:
                 await self.stream(prefix, 1)
             seen = await self.stream(prefix + self.prompt(num_new), 1)
-            seconds.append(seen.arrivals[0] - seen.sent)
+            seconds.append(seen.first - seen.sent)
         return Measured("prefill", num_new, context, 1, median(seconds[1:]))
 
-    async def decode(self, num_sequences: int, context: int, num_tokens: int, repeats: int) -> Measured | None:
-        """Time of a step in which so many sequences decode: between events after the last of them has begun and before the first ends.
+    async def decode(self, num_sequences: int, context: int, num_tokens: int, repeats: int) -> Measured:
+        """Time of a token while so many sequences decode, which is a step's time where there is no draft.
 
-        None where they never decoded together.
+        It is what a batch takes longer with `num_tokens` each than with one each, prompts cached both times: how tokens are put together
+        into events on their way here does not matter.
         """
         seconds: list[float] = []
-        for number in range(repeats + 1):
-            streams = await asyncio.gather(*(self.stream(self.prompt(context), num_tokens) for _ in range(num_sequences)))
-            begun = max(seen.arrivals[0] for seen in streams)
-            ended = min(seen.arrivals[-1] for seen in streams)
-            inside = [[t for t in seen.arrivals if begun <= t <= ended] for seen in streams]
-            if number:
-                seconds += [(times[-1] - times[0]) / (len(times) - 1) for times in inside if len(times) > 2]
-        if not seconds:
-            return None
-        return Measured("decode", 0, context + num_tokens // 2, num_sequences, median(seconds))
+        for _ in range(repeats):
+            prompts = [self.prompt(context) for _ in range(num_sequences)]
+            await self._batch(prompts, num_tokens)
+            short = await self._batch(prompts, 1)
+            seconds.append((await self._batch(prompts, num_tokens) - short) / (num_tokens - 1))
+        return Measured("decode", 0, context + num_tokens // 2, num_sequences, max(_LEAST_SECONDS, median(seconds)))
+
+    async def _batch(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> float:
+        """Seconds until the last of them has ended."""
+        streams = await asyncio.gather(*(self.stream(prompt, num_tokens) for prompt in prompts))
+        return max(seen.last for seen in streams) - min(seen.sent for seen in streams)
 
 
 async def read_facts(http: aiohttp.ClientSession, url: str) -> EngineFacts:
@@ -190,9 +216,5 @@ async def measure(url: str, plan: Plan, progress: Callable[[str], None]) -> tupl
             points.append(await meter.prefill(new, context, plan.repeats))
         for sequences, context in plan.decodes(facts.capacity_tokens):
             progress(f"decode of {sequences} × {context:,} tokens")
-            point = await meter.decode(sequences, context, plan.num_decode_tokens, plan.repeats)
-            if point is None:
-                progress(f"{sequences} × {context:,} tokens never decoded together: left out (more --decode-tokens may help)")
-            else:
-                points.append(point)
+            points.append(await meter.decode(sequences, context, plan.num_decode_tokens, plan.repeats))
         return facts, points

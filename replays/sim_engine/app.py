@@ -151,8 +151,10 @@ class _Exchange:
 
 @asynccontextmanager
 async def simulated_server(options: ServeOptions) -> AsyncIterator[SimulatedServer]:
-    """Listens between enter and exit. Raises ValueError for an unknown profile, and OSError or zmq.ZMQError for an address in use."""
+    """Listens between enter and exit. Raises ValueError for a profile that cannot be served, OSError or ZMQError for an address in use."""
     profile = find_profile(options.profile)
+    if profile.prefill is not None:
+        raise ValueError(f"profile {profile.name!r} has prefill and decode apart; one engine is served: take its aggregated profile")
     tokenizer = await asyncio.to_thread(Tokenizer.load, options.model_folder)
     chat = detect_chat_format(tokenizer, options.model_folder)
     publisher = EventPublisher(options.events, options.events_replay)

@@ -17,10 +17,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from replays.simulator.cost import StepCost, StepWork
+from replays.simulator.cost import StepCost
 from replays.simulator.loads import Loader
 from replays.simulator.options import EngineOptions
 from replays.simulator.pool import BlockPool, Path, Use
+from replays.simulator.steps import EngineCounters, Step, work_of
 
 _MILLI = 1000
 
@@ -68,35 +69,6 @@ class EngineRequest:
     @property
     def num_generated(self) -> int:
         return self.num_tokens - self.num_prompt_tokens
-
-
-@dataclass(slots=True)
-class Step:
-    """What is on the device: first step's tokens, and how many pure decode steps follow it (`num_steps` in all)."""
-
-    started: float
-    scheduled: list[tuple[EngineRequest, int]]
-    first_seconds: float
-    growth_seconds: float = 0.0
-    """By how much each further step is longer than the one before it."""
-    num_steps: int = 1
-
-    def seconds(self, num_steps: int) -> float:
-        return num_steps * self.first_seconds + num_steps * (num_steps - 1) / 2 * self.growth_seconds
-
-    @property
-    def ends(self) -> float:
-        return self.started + self.seconds(self.num_steps)
-
-
-@dataclass(slots=True)
-class EngineCounters:
-    num_steps: int = 0
-    num_preemptions: int = 0
-    busy_seconds: float = 0.0
-    num_computed_tokens: int = 0
-    peak_usage: float = 0.0
-    usage_seconds: float = 0.0
 
 
 @dataclass(eq=False)
@@ -166,17 +138,8 @@ class Engine:
     def interrupt(self, now: float) -> None:
         """Something has changed: no further fused step starts after `now`."""
         step = self.step
-        if step is None or step.num_steps == 1:
-            return
-        elapsed = now - step.started
-        low, high = 1, step.num_steps
-        while low < high:
-            middle = (low + high) // 2
-            if step.seconds(middle) >= elapsed:
-                high = middle
-            else:
-                low = middle + 1
-        step.num_steps = low
+        if step is not None:
+            step.cut(now)
 
     def start(self, now: float) -> Step | None:
         """Schedule and start a step; None when there is nothing that can run."""
@@ -188,7 +151,7 @@ class Engine:
             self._schedule_waiting(scheduled)
         if not scheduled:
             return None
-        step = self.step = Step(now, scheduled, self.cost.step_seconds(_work(scheduled)))
+        step = self.step = Step(now, scheduled, self.cost.step_seconds(work_of(scheduled)))
         if num_decoding == len(scheduled) == len(self.running) and not preempted:
             self._fuse(step)
         return step
@@ -273,9 +236,10 @@ class Engine:
         whole = -(-request.num_tokens // size) - hit
         if options.full_prompt_must_fit and whole > spare:
             return None
-        if self.loader is not None and whole <= spare and (num_loaded := self.loader.offer(request, hit, limit, self._now)):
-            self._note_hits(request, hit, resident, limit)
-            return self._load(request, hit, num_loaded)
+        if self.loader is not None and whole <= spare and (num_loaded := self.loader.offer(request, resident, limit, self._now)):
+            # The last-block rule is for the end of what is found, wherever it is: here the pool's own last block is in its middle.
+            self._note_hits(request, resident, resident, limit)
+            return self._load(request, resident, num_loaded)
         end = hit * size + num_new
         num_blocks = -(-(end + options.num_speculative_tokens) // size)
         if num_blocks - hit > spare:
@@ -400,17 +364,3 @@ class Engine:
         fits = self._grow(request, 1 + request.num_drafts)
         assert fits
         self.counters.num_computed_tokens += num_steps * (1 + request.num_drafts)
-
-
-def _work(scheduled: list[tuple[EngineRequest, int]]) -> StepWork:
-    num_decode = decode_context = num_drafts = num_prefills = num_prefill = prefill_context = 0
-    for request, num_new in scheduled:
-        if request.num_computed_tokens >= request.num_prompt_tokens and request.num_generated:
-            num_decode += 1
-            num_drafts += num_new - 1
-            decode_context += request.num_computed_tokens
-        else:
-            num_prefills += 1
-            num_prefill += num_new
-            prefill_context += num_new * (2 * request.num_computed_tokens + num_new) // 2
-    return StepWork(num_decode, decode_context, num_prefill, prefill_context, num_drafts, num_prefills)

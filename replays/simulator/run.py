@@ -26,6 +26,7 @@ from replays.simulator.open_loop import OpenLoop
 from replays.simulator.options import EngineOptions
 from replays.simulator.outcomes import Outcome
 from replays.simulator.pieces import PooledExtent
+from replays.simulator.placement import PLACEMENTS
 from replays.simulator.pool import BlockPool
 from replays.simulator.profiles import find_profile
 from replays.simulator.report import SimulationReport, make_report
@@ -48,6 +49,7 @@ class SimulationOptions:
     max_num_seqs: int | None = None
     """None: twice the concurrency, as the published recipes set it; in an open loop the profile's own."""
     num_replicas: int = 1
+    placement: str = "in_turn"
     tier: TierOptions | None = None
     """A CPU tier under each engine that prefills."""
     context_tokens: int | None = None
@@ -94,8 +96,9 @@ class Simulation:
             self.profile.request_seconds,
             self.profile.token_seconds,
             self.outcomes.append,
-            handover,
-            self.anatomy.ended,
+            handover=handover,
+            on_ended=self.anatomy.ended,
+            placement=PLACEMENTS[options.placement],
         )
         kind = ClosedLoop if options.loop.arrivals is None else OpenLoop
         self.loop: Loop = kind(self.clock, self.server, self.scripts, options.loop)
@@ -110,7 +113,7 @@ class Simulation:
         fates = Fates(options.knowledge, self._uses if choice.needs_future else None, self._lives.is_left)
         if options.tier is None or profile is not (self.profile.prefill or self.profile):
             return Engine(settings, BlockPool(settings.num_blocks, self._policy(), fates, self.anatomy.evicted), profile.cost)
-        tier = CpuTier(options.tier, settings.block_size, profile.cost)
+        tier = CpuTier(options.tier, settings.block_size, profile.cost, settings.drops_last_block)
         self.tiers.append(tier)
 
         def evicted(branch: Branch, start: int, end: int, extent: PooledExtent, now: float) -> None:

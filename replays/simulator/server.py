@@ -15,6 +15,7 @@ from replays.simulator.engine import Engine, EngineRequest
 from replays.simulator.handover import Handover
 from replays.simulator.lives import Lives
 from replays.simulator.outcomes import Outcome
+from replays.simulator.placement import Placement, in_turn
 from replays.simulator.pool import Path, covered
 
 
@@ -65,11 +66,13 @@ class Server:
     handover: Handover | None = None
     """Prefill and decode apart: the first engines prefill, the others decode."""
     on_ended: Callable[[Call, EngineRequest], None] = lambda call, request: None
+    placement: Placement = in_turn
     num_in_flight: int = 0
     _next_id: int = 0
     _calls: dict[int, Call] = field(default_factory=dict)
     _held: dict[str, Call] = field(default_factory=dict)
     _claimed: dict[int, tuple[Path, int]] = field(default_factory=dict)
+    _places: dict[int, int] = field(default_factory=dict)
     _due_planned: float | None = None
     _reserve: OutputReserve = field(default_factory=OutputReserve)
     _paths: dict[str, Path] = field(default_factory=dict)
@@ -83,10 +86,10 @@ class Server:
             engine.on_first_token = lambda request, now, index=index: self._prefilled(index, request)  # type: ignore[misc]  # bound early
 
     def submit(self, call: Call, place: int) -> None:
-        """A client asks. `place` chooses the replica: the same for all calls of one play."""
+        """A client asks. `place` is the number of the play: all its calls go to one replica."""
         now = self.clock.now
         call.asked = now
-        call.replica = place % (len(self.engines) if self.handover is None else self.handover.num_prefill)
+        call.replica = self._replica(place)
         engine = self.engines[call.replica]
         size = engine.options.block_size
         most = engine.options.num_blocks * size - 2 * engine.options.num_speculative_tokens
@@ -110,6 +113,13 @@ class Server:
         if isinstance(answer, Grant):
             self._granted([answer])
         self._plan_due()
+
+    def _replica(self, play: int) -> int:
+        """A play's replica is chosen at its first call."""
+        if play not in self._places:
+            takers = self.engines if self.handover is None else self.engines[: self.handover.num_prefill]
+            self._places[play] = self.placement(play, takers)
+        return self._places[play]
 
     def end_stream(self, stream: int) -> None:
         """The stream is over: nothing of its newest prompt will be asked for by it."""

@@ -111,6 +111,8 @@ class CpuTier:
     options: TierOptions
     block_size: int
     cost: StepCost
+    drops_last_block: bool = False
+    """The engine computes the last block of what is found again."""
     num_loaded_tokens: int = 0
     num_stored_tokens: int = 0
     num_failed_loads: int = 0
@@ -155,10 +157,10 @@ class CpuTier:
                 rank.touch(branch)
         asked = self._ranks if self.options.asks_all_ranks else self._ranks[:1]
         chunk = self.options.chunk_blocks
-        depth = min(_depth(rank, path, hit, limit) for rank in asked) // chunk * chunk
+        depth = min(_depth(rank, path, hit, limit) for rank in asked) // chunk * chunk - self.drops_last_block
         if depth <= hit or self._seconds(depth - hit, now) >= self._compute_seconds(hit, depth):
             return 0
-        if depth > min(_depth(rank, path, hit, limit) for rank in self._ranks) // chunk * chunk:
+        if depth > min(_depth(rank, path, hit, limit) for rank in self._ranks) // chunk * chunk - self.drops_last_block:
             self.num_failed_loads += 1
             return 0
         return depth * self.block_size
