@@ -23,6 +23,8 @@ class AdmissionRequest:
     reserve_tokens: int = 0
     """Of the charge, what is set aside for output and growth."""
     tenant: str | None = None
+    is_aside: bool = False
+    """A side request: its session's context is another, so that its size says nothing of the session."""
 
     @property
     def uncached_tokens(self) -> int:
@@ -84,7 +86,7 @@ class Waiting:
     request: AdmissionRequest
     asked_seconds: float
     is_member: bool
-    """Its session was let in before and has not left since: it goes ahead of those that were not."""
+    """Its session was let in before and has not left since, or its blocks are still there: it goes ahead of others."""
     is_cold: bool
     """It waits for another cold prefill too."""
 

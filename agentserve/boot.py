@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -16,16 +17,20 @@ import msgspec
 import structlog
 import xxhash
 
+from admission.lifecycle import Lifecycle
 from admission.policies import ADMISSION_POLICIES
 from admission.requests import Limits
+from admission.returns import ReturnModel
 from admission.tickets import TicketBook
 from admission.twins import TwinGate
 from agentserve.cache import CacheBooks
 from agentserve.canonical.canonicaliser import choose
+from agentserve.capture import Capture, CaptureOptions
 from agentserve.deliveries import Deliveries
 from agentserve.dialects.responses_store import ResponseStore
 from agentserve.engines import Engine
 from agentserve.engines.embedded import EmbeddedEngine
+from agentserve.engines.hints import EngineHints, NoHints
 from agentserve.engines.kv_events import KvEventSubscriber
 from agentserve.engines.lmcache import LmcacheServer
 from agentserve.engines.lmcache_command import LmcacheOptions
@@ -34,8 +39,10 @@ from agentserve.engines.vllm_command import EmbeddedOptions
 from agentserve.errors import SetupError
 from agentserve.media import MediaTurns
 from agentserve.metrics import Metrics
+from agentserve.policies import Chosen, Policies, chosen
 from agentserve.records import TurnLog
 from agentserve.replicas import Replica, Replicas
+from agentserve.retention import Retention
 from agentserve.server import Server
 from agentserve.sessions import Namespaces
 from agentserve.settings import EngineSettings, Settings, StateSettings
@@ -74,6 +81,9 @@ async def running_server(settings: Settings, progress: Callable[[str], None]) ->
         folder = model_folder(settings, first.engine, made[0].nano)
         tokenizer, chat = await asyncio.to_thread(load_model_files, settings.engine, folder)
         server = build(settings, first.engine, tokenizer, chat, first.mirror, first.offload, others)
+        if server.turns.capture is not None:
+            server.turns.capture.start()
+            stack.push_async_callback(asyncio.to_thread, server.turns.capture.close)
         if server.turns.stored is not None:
             stack.push_async_callback(server.turns.stored.close)
             await server.turns.stored.start()
@@ -97,6 +107,8 @@ class Followed:
     engine: Engine
     mirror: Mirror | None = None
     offload: Offload | None = None
+    hints: EngineHints = field(default_factory=NoHints)
+    """Its plugin, where it has one."""
 
 
 async def follow(settings: Settings, made: Made, tier: LmcacheServer | None, stack: AsyncExitStack) -> Followed:
@@ -233,10 +245,14 @@ def build(
         share=settings.share_prefixes,
     )
     followed = [Followed(engine, mirror, offload), *others]
-    replicas = Replicas(list(_replicas(settings, followed, metrics, clock)), namespaces.sessions)
+    lifecycle = Lifecycle(ReturnModel(), context_tokens=engine.info.max_model_len)
+    picked = chosen(settings.admission.policy, settings.admission.parameters)
+    replicas = Replicas(list(_replicas(settings, followed, metrics, clock, picked, lifecycle)), namespaces.sessions)
+    retention = Retention(replicas, lifecycle, clock, lambda how: metrics.ended_sessions.labels(how).inc())
     books = replicas.first.books
     turns = Turns(
         replicas=replicas,
+        retention=retention,
         tokenizer=tokenizer,
         chat=chat,
         namespaces=namespaces,
@@ -246,6 +262,7 @@ def build(
         log=TurnLog(settings.sessions.turn_records),
         wall_clock=_wall_clock,
         stored=stored_sessions(settings.state, partial(deployment, engine.info.model, tokenizer, chat), books, metrics, clock),
+        capture=captured_turns(settings, engine, metrics, clock),
     )
     watch(metrics, replicas, namespaces)
     created = int(_wall_clock())
@@ -261,10 +278,17 @@ def build(
         settings.limits.kept_answer_bytes, settings.limits.kept_answer_seconds, clock, lambda outcome: metrics.retries.labels(outcome).inc()
     )
     metrics.watch("kept_answer_bytes", "Whole answers that are kept for clients that ask again", lambda: deliveries.num_bytes)
-    return Server(settings, turns, namespaces, metrics, responses, deliveries, media, created)
+    return Server(settings, turns, namespaces, metrics, responses, deliveries, media, Policies(replicas, lifecycle, picked), created)
 
 
-def _replicas(settings: Settings, followed: Iterable[Followed], metrics: Metrics, clock: Callable[[], float]) -> Iterator[Replica]:
+def _replicas(
+    settings: Settings,
+    followed: Iterable[Followed],
+    metrics: Metrics,
+    clock: Callable[[], float],
+    picked: Chosen,
+    lifecycle: Lifecycle,
+) -> Iterator[Replica]:
     """What the server keeps for each engine; the ceiling and the sums of hits are kept for all."""
     books: CacheBooks | None = None
     for each in followed:
@@ -273,6 +297,7 @@ def _replicas(settings: Settings, followed: Iterable[Followed], metrics: Metrics
             max_running=settings.limits.running_turns,
             max_waiting=settings.limits.queued_turns,
             capacity_tokens=info.kv_capacity_tokens,
+            tier_tokens=settings.admission.tier_tokens or None,
         )
         books = CacheBooks(
             block_size=info.block_size,
@@ -281,10 +306,11 @@ def _replicas(settings: Settings, followed: Iterable[Followed], metrics: Metrics
             offload=each.offload,
             beside=books,
         )
-        room = WaitingRoom(ADMISSION_POLICIES["fcfs"](TicketBook(), limits), clock, metrics.queue.observe)
+        policy = ADMISSION_POLICIES[picked.policy](TicketBook(), limits, picked.parameters, lifecycle)
+        room = WaitingRoom(policy, limits, clock, metrics.queue.observe)
         gate = TwinGate(settings.alignment.twin_blocks)
         twins = TwinRoom(gate, limit_seconds=settings.alignment.twin_seconds, clock=clock, held=metrics.held)
-        yield Replica(each.engine, books, room, twins, clock)
+        yield Replica(each.engine, books, room, twins, clock, each.hints)
 
 
 def watch(metrics: Metrics, replicas: Replicas, namespaces: Namespaces) -> None:
@@ -295,6 +321,15 @@ def watch(metrics: Metrics, replicas: Replicas, namespaces: Namespaces) -> None:
     metrics.count("engine_retries", retries, lambda: sum(replica.engine.num_retries for replica in replicas))
     metrics.count("moved_turns", "Turns that another engine took, as theirs gave nothing", lambda: replicas.num_moved_turns)
     metrics.watch("closed_engines", "Engines to which no turn goes, as they failed", lambda: sum(not each.is_open for each in replicas))
+    rooms = [replica.room for replica in replicas]
+    in_use = "What counts against the admission policy's budget"
+    metrics.watch("admission_in_use_tokens", in_use, lambda: sum(room.state().in_use_tokens for room in rooms))
+    metrics.watch(
+        "admission_budget_tokens", "The budget; +Inf without one", lambda: sum(room.state().budget_tokens or math.inf for room in rooms)
+    )
+    members = "Sessions that have a place, running or idle"
+    metrics.watch("admission_members", members, lambda: sum(room.state().num_members for room in rooms))
+    metrics.watch("lost_hints", "Hints that the engine's plugin did not get", lambda: sum(replica.hints.num_lost for replica in replicas))
     metrics.watch("waiting_turns", "Turns that wait for a ticket", lambda: replicas.num_waiting)
     metrics.watch("held_turns", "Turns that wait for a twin", lambda: sum(replica.twins.num_held for replica in replicas))
     metrics.watch("sessions", "Sessions that are known", lambda: namespaces.num_sessions)
@@ -308,6 +343,18 @@ def watch(metrics: Metrics, replicas: Replicas, namespaces: Namespaces) -> None:
         resident = "Tokens whole in the offload tier's memory, by its events"
         metrics.watch("offload_resident_tokens", resident, lambda: sum(offload.num_resident_tokens for offload in offloads))
         metrics.watch("offload_up", "0 while the offload tier's server is known not to run", lambda: all(o.is_up for o in offloads))
+
+
+def captured_turns(settings: Settings, engine: Engine, metrics: Metrics, clock: Callable[[], float]) -> Capture | None:
+    """The capture, if the settings name a folder for one."""
+    if settings.capture is None:
+        return None
+    options = CaptureOptions(settings.capture, settings.capture_file_bytes, settings.capture_total_bytes)
+    capture = Capture(options, engine.info.block_size or DEFAULT_BLOCK_SIZE, engine.info.model, clock, _wall_clock)
+    metrics.count("captured_lines", "Turns and ends that the capture has written", lambda: capture.counts.written)
+    metrics.count("capture_dropped_lines", "Turns and ends that could not be written", lambda: capture.counts.dropped)
+    metrics.watch("capture_writing", "1 while the capture's disk takes what it is given", lambda: capture.is_writing)
+    return capture
 
 
 def _wall_clock() -> float:

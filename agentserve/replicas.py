@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from agentserve.cache import CacheBooks
 from agentserve.engines import Engine
+from agentserve.engines.hints import EngineHints, NoHints
 from agentserve.prompt import FlatPrompt
 from agentserve.sessions import Session
 from agentserve.twins import TwinRoom
@@ -36,6 +37,8 @@ class Replica:
     room: WaitingRoom
     twins: TwinRoom
     clock: Callable[[], float]
+    hints: EngineHints = field(default_factory=NoHints)
+    """Its plugin, where it has one."""
     num_running: int = 0
     uncached_tokens: int = 0
     """Of the prompts of these, as predicted."""

@@ -18,10 +18,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
-from admission.requests import AdmissionRequest
 from agentserve.answers import kept_of
 from agentserve.cache import Estimate, Sent
 from agentserve.canonical.canonicaliser import Canonicaliser, Effect
+from agentserve.capture import MAX_TOOL_NAME, Capture, TurnFacts, namespaced, stop_of
 from agentserve.conversation import Conversation, TurnOptions
 from agentserve.divergence import Divergence, divergence, volatile
 from agentserve.engines import Chunk, GenerateRequest, Usage
@@ -34,6 +34,7 @@ from agentserve.places import Place, Places
 from agentserve.prompt import FlatPrompt
 from agentserve.records import TurnLog, TurnRecord
 from agentserve.replicas import Replica, Replicas
+from agentserve.retention import Ask, Life, Retention
 from agentserve.sessions import Namespace, Namespaces, Relation, Session, TurnKind
 from agentserve.state.recall import Recall
 from agentserve.state.stored import StoredSessions
@@ -42,6 +43,7 @@ from agentserve.tool_rules import sampling_of
 from model.chat import ChatFormat, Delta, OutputParser, ReasoningDelta
 from model.conversation import AssistantItem
 from model.tokenizer import Tokenizer
+from prefix_cache.captured import CapturedTurn
 from prefix_cache.hits import TurnHits
 
 
@@ -120,6 +122,7 @@ class Turn:
         request: GenerateRequest,
         options: TurnOptions,
         times: Times,
+        life: Life,
     ) -> None:
         self._turns = turns
         self._replica = replica
@@ -131,6 +134,7 @@ class Turn:
         self._request = request
         self._options = options
         self._times = times
+        self._life = life
         self._generated: list[int] = []
         self._kept: asyncio.Future[bool] | None = None
         self._num_reasoning_tokens = 0
@@ -221,7 +225,7 @@ class Turn:
         options = replace(self._options, answer_id=None, since=None)
         now = self._turns.clock()
         where = (self._turns, self._replica, self._session, self._namespace, self._place)
-        turn = Turn(*where, relation, estimate, request, options, Times(now, now))
+        turn = Turn(*where, relation, estimate, request, options, Times(now, now), self._life)
         self._others.append(turn)
         return turn
 
@@ -248,6 +252,7 @@ class Turn:
             self._prefilled = True
             self._times.first_token = self._turns.clock()
             books.prefilled(self._sent)
+            self._life.first_token()
             prompt = self._place_prompt()
             books.computed(prompt, len(prompt.ids))
             self._replica.twins.computed(self._request.request_id)
@@ -298,6 +303,9 @@ class Turn:
         if reason == "stop" and item.calls and not self.parser.open_call:
             reason = "tool_calls"
         self._turns.log.add(self._session, self._record(reason, hits))
+        self._life.committed(item, reason, len(self._generated), hits)
+        if self._turns.capture is not None:
+            self._turns.capture.turn(self._facts(reason, item, num_cached_tokens))
         return Outcome(item, reason, self._last.stop_reason, len(self._generated), usage, hits, self._num_reasoning_tokens)
 
     def _record(self, reason: str, hits: TurnHits) -> TurnRecord:
@@ -316,6 +324,27 @@ class Turn:
             self.plan.divergence,
             self.plan.head_break,
         )
+
+    def _facts(self, reason: str, item: AssistantItem, num_cached_tokens: int | None) -> TurnFacts:
+        """What a capture is told: everything but text."""
+        times, session, namespace = self._times, self._session, self._namespace.name
+        seconds = self._turns.clock() - times.asked
+        turn = CapturedTurn(
+            session=namespaced(session.id, namespace),
+            parent=None if session.parent is None else namespaced(session.parent, namespace),
+            t=round(self._turns.wall_clock() - seconds, 3),
+            seconds=round(seconds, 3),
+            wait=round(times.granted - times.asked, 3),
+            ttft=None if times.first_token is None else round(times.first_token - times.asked, 3),
+            num_prompt_tokens=self._estimate.num_prompt_tokens,
+            num_output_tokens=len(self._generated),
+            num_cached_tokens=num_cached_tokens,
+            stop=stop_of(reason),
+            tools=[call.name[:MAX_TOOL_NAME] for call in item.calls],
+            relation=self._relation.kind.value,
+        )
+        chain = session.prompt.chain
+        return TurnFacts(turn, chain.hashes[: self._estimate.num_prompt_tokens // chain.block_size])
 
 
 def _divergence(session: Session, place: Place, relation: Relation, estimate: Estimate) -> Divergence | None:
@@ -348,6 +377,7 @@ class Turns:
         self,
         *,
         replicas: Replicas,
+        retention: Retention,
         tokenizer: Tokenizer,
         chat: ChatFormat,
         namespaces: Namespaces,
@@ -357,13 +387,16 @@ class Turns:
         log: TurnLog,
         wall_clock: Callable[[], float],
         stored: StoredSessions | None = None,
+        capture: Capture | None = None,
     ) -> None:
         self.replicas = replicas
+        self.retention = retention
         self.tokenizer = tokenizer
         self.chat = chat
         self._places = Places(tokenizer, chat, canonicaliser)
         self.namespaces = namespaces
         self.stored = stored
+        self.capture = capture
         self.log = log
         self.clock = clock
         self.wall_clock = wall_clock
@@ -386,7 +419,6 @@ class Turns:
         named = namespace.sessions.get(identity.session) if identity.session is not None else None
         recall = Recall(self.stored, namespace, identity) if self.stored is not None else None
         place = await self._places.find(conversation, namespace.ledger, onto, named, recall)
-        turn: Turn | None = None
         session = namespace.resolve(identity, place.matched, self.clock(), self.new_id)
         namespace.own(place.node, session)
         session.running += 1
@@ -400,23 +432,23 @@ class Turns:
             if computed > known:
                 request, estimate = self._request(replica, session, namespace, place, options)
             resident = estimate.predicted or 0
-            charge = estimate.num_prompt_tokens - resident + request.max_tokens * options.num_choices
-            admission = AdmissionRequest(request.request_id, session.id, charge, resident)
+            ask = Ask(replica, session, namespace, place, relation, estimate, request, options, identity.is_last)
             start = max(computed, replica.books.num_known_blocks(estimate))
             queued = self.clock()
             with (
                 replica.running(estimate.num_prompt_tokens - resident),
                 replica.twins.computing(request.request_id, estimate.hashes, start),
             ):
-                async with replica.room.ticket(admission):
+                async with self.retention.admitted(ask) as life:
                     times.granted = self.clock()
                     if times.granted - queued > _STALE_SECONDS:
                         estimate = self.estimate(replica, session, place)
-                    turn = Turn(self, replica, session, namespace, place, relation, estimate, request, options, times)
-                    yield turn
+                    turn = Turn(self, replica, session, namespace, place, relation, estimate, request, options, times, life)
+                    try:
+                        yield turn
+                    finally:
+                        turn.abandon()
         finally:
-            if turn is not None:
-                turn.abandon()
             namespace.ledger.release(place.node)
             session.running -= 1
             session.used = self.clock()
@@ -456,7 +488,7 @@ class Turns:
             session_id=session.id,
             priority=options.priority,
             cache_salt=namespace.salt,
-            xargs=options.xargs,
+            xargs={**options.xargs, **self.retention.turn_hints(replica, session, place, options)},
             logprobs=options.logprobs,
             constrains_reasoning=sampling.constrained,
         )

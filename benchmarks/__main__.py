@@ -8,7 +8,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 from rich.console import Console
 
-from benchmarks import agentx, cache, offload, overhead, turn_cost
+from benchmarks import agentx, cache, offload, overhead, simulator, turn_cost
 from benchmarks.cases import CasesFailed
 from benchmarks.client import BadAnswer
 from benchmarks.contenders import ContenderFailed
@@ -30,6 +30,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "m3": _m3,
     "offload": offload.measure,
     "overhead": overhead.measure,
+    "simulator": simulator.measure,
     "turn_cost": turn_cost.measure,
 }
 
@@ -48,7 +49,7 @@ def run(
     cache_folder: Annotated[Path, Parameter(help="Where peers are installed.")] = CACHE_FOLDER,
     gpu: Annotated[bool, Parameter(negative="", help="Measure on the CUDA device as well (m3).")] = False,
     url: Annotated[str, Parameter(help="A running server to measure (agentx); empty: one of the benchmark's own.")] = "",
-    traces: Annotated[Path | None, Parameter(help="Recorded sessions (cache): a file or folder; without: generated ones.")] = None,
+    traces: Annotated[Path | None, Parameter(help="Recorded sessions (cache, simulator); without: generated ones.")] = None,
 ) -> int:
     """Run benchmark NAME."""
     benchmark = BENCHMARKS.get(name)

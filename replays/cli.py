@@ -1,4 +1,7 @@
-"""The replay commands: `replay`, `report`, `generate`, `shapes`. Exit codes: 0 well, 1 too many failed requests, 2 wrong use, bad files."""
+"""The replay commands: `replay`, `report`, `generate`, `shapes`, and those of simulated engines.
+
+Exit codes: 0 well, 1 too many failed requests, 2 wrong use or bad files.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,8 @@ from rich.progress import track
 from model.m3.config import MINIMAX_M3
 from model.m3.index_reuse import fixed_plan
 from model.m3.sharding import Shard
+from replays.calibrate.command import calibrate
+from replays.formats import open_traces
 from replays.generator import GeneratorSettings, generate_sessions
 from replays.options import ReplayOptions, to_arguments
 from replays.records import RecordsError, Run, read_run
@@ -29,10 +34,19 @@ from replays.report import Report, make_report, read_report, write_report
 from replays.server import ask_version
 from replays.shape_tables import shape_tables
 from replays.shapes import distributions, read_calls, repeated_work
+from replays.sim_engine.command import sim_engine
+from replays.simulator.command import simulate_command
+from replays.simulator.profile_command import profiles
 from replays.tables import report_tables
-from replays.traces import TraceError, TraceSet
+from replays.traces import TraceError
+from replays.tuner.command import tune_command
 
 app = App(name="replays", help="Replay recorded agent sessions, report on replays, and generate sessions.")
+app.command(simulate_command, name="simulate")
+app.command(tune_command, name="tune")
+app.command(sim_engine)
+app.command(profiles)
+app.command(calibrate)
 
 _ERRORS = Console(stderr=True, highlight=False)
 _OUTPUT = Console(highlight=False)
@@ -97,7 +111,7 @@ def _run(traces: Path, target: _Target, concurrency: int, options: ReplayOptions
 
 def _check_traces(traces: Path) -> None:
     """Read every session once, so that a bad one is found before anything is sent."""
-    trace_set = TraceSet(traces)
+    trace_set = open_traces(traces)
     for _ in track(trace_set.checked(), "reading traces", total=len(trace_set), console=_ERRORS, transient=True):
         pass
 
@@ -137,7 +151,7 @@ def replay(
     Parameters
     ----------
     traces
-        Folder of .json traces, a .json file, or .jsonl with one session a line.
+        Traces of any form that `simulate` reads: a file, or a folder of files.
     url
         The server.
     concurrency

@@ -16,7 +16,12 @@ THOUSAND = Limits(capacity_tokens=1000)
 
 
 def gate(name: str, limits: Limits = THOUSAND, outlook: Outlook | None = None, **values: float) -> Gate:
-    return ADMISSION_POLICIES[name](TicketBook(), limits, {"alpha": 1.0, **values} if name != "fcfs" else values, outlook)
+    return ADMISSION_POLICIES[name](
+        TicketBook(),
+        limits,
+        {"alpha": 1.0, **({"over_commit": 0.0} if name == "working_set" else {}), **values} if name != "fcfs" else values,
+        outlook,
+    )
 
 
 def ask(policy: Gate, session: str, tokens: int, now: float, *, resident: int = 0, tenant: str | None = None) -> Ticket | None:
@@ -114,8 +119,8 @@ def test_a_held_turn_goes_past_the_target_when_its_time_has_come() -> None:
     for name in ("a", "b"):
         policy.returned(let_in(policy, name, 500, 0.0), 1.0)
     assert ask(policy, "c", 400, 2.0) is None
-    assert policy.due_seconds == 62.0
-    assert ids(policy.due(62.0)) == ["c@2"]
+    assert policy.due_seconds == 56.0, "nine tenths of the limit"
+    assert ids(policy.due(56.0)) == ["c@2"]
     assert policy.state().num_members == 2, "an idle member made room"
 
 
@@ -137,11 +142,18 @@ def test_over_commitment_drops_the_idle_member_that_is_expected_back_last() -> N
     for name in ("later", "soon", "late"):
         policy.returned(let_in(policy, name, 300, 0.0), 1.0)
     policy.returned(let_in(policy, "soon", 500, 2.0), 3.0)
-    assert [name for name in ("soon", "late", "later") if is_member(policy, name)] == ["soon", "later"]
+    assert [name for name in ("soon", "late", "later") if policy.is_member(name)] == ["soon", "later"]
 
 
-def is_member(policy: Gate, session: str) -> bool:
-    return policy._rule.is_member(session)
+def test_a_newcomer_pushes_no_member_out() -> None:
+    policy = gate("working_set", over_commit=0.3)
+    policy.returned(let_in(policy, "a", 900, 0.0), 1.0)
+    newcomer = let_in(policy, "b", 300, 2.0)
+    assert ask(policy, "c", 10, 3.0) is None
+    policy.returned(newcomer, 4.0)
+    assert policy.is_member("a")
+    let_in(policy, "b", 500, 5.0)
+    assert not policy.is_member("a"), "growth beyond the margin does"
 
 
 def test_running_members_are_never_dropped() -> None:
@@ -149,8 +161,8 @@ def test_running_members_are_never_dropped() -> None:
     first = let_in(policy, "a", 800, 0.0)
     let_in(policy, "b", 800, 0.0)
     policy.returned(first, 1.0)
-    assert not is_member(policy, "a")
-    assert is_member(policy, "b")
+    assert not policy.is_member("a")
+    assert policy.is_member("b")
 
 
 def test_an_ended_session_gives_its_place_to_the_next() -> None:
@@ -171,9 +183,9 @@ def test_an_idle_time_that_was_capped_does_not_cost_the_place() -> None:
     policy.returned(let_in(policy, "a", 1000, 0.0), 0.0)
     assert ask(policy, "b", 1000, 1.0) is None
     policy.due(300.1)
-    assert is_member(policy, "a")
+    assert policy.is_member("a")
     policy.due(331.0)
-    assert not is_member(policy, "a")
+    assert not policy.is_member("a")
 
 
 def test_a_parallel_turn_of_a_session_that_is_let_in_passes_too() -> None:
@@ -245,3 +257,10 @@ def test_a_tenant_that_has_used_its_share_waits_until_the_others_have() -> None:
         shares.use(tenant, 50)
     assert chosen[:4] == ["early", "early", "late", "late"]
     assert chosen.count("early") == 6
+
+
+def test_whoever_is_still_resident_comes_in_at_once_and_whoever_is_not_waits() -> None:
+    policy = gate("working_set")
+    policy.returned(let_in(policy, "a", 1000, 0.0), 1.0)
+    assert ask(policy, "gone", 400, 2.0, resident=100) is None
+    assert ask(policy, "kept", 400, 3.0, resident=390) is not None, "its blocks are there: to hold it back would only lose them"

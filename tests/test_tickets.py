@@ -215,9 +215,11 @@ class Policies(RuleBasedStateMachine):
         assert self.policy.num_waiting == len(self.waiting)
 
     def teardown(self) -> None:
-        while self.running:
-            self.take(self.policy.returned(self.running.pop(next(iter(self.running))), self.now))
-            if not self.running and self.policy.due_seconds is not None:
+        for _ in range(1000):
+            if self.running:
+                self.take(self.policy.returned(self.running.pop(next(iter(self.running))), self.now))
+            elif self.waiting:
+                assert self.policy.due_seconds is not None
                 self.pass_time(self.policy.due_seconds - self.now)
         assert not self.waiting
         assert (self.book.num_tickets, self.book.charged_tokens, self.book.num_sessions) == (0, 0, 0)

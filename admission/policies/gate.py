@@ -1,8 +1,9 @@
 """The gate in front of the engine: hands out tickets by a rule, which may be changed while turns run and wait.
 
 A turn starts while what is in use is below the budget, whatever its own size: so the budget is exceeded by one request at most, and a
-large session waits no longer than a small one and blocks nobody. Members need room among running turns only. Whoever has waited for
-`hold_seconds` goes before all others, past everything but the running turns' own budget and their number.
+large session waits no longer than a small one and blocks nobody. Members need room among running turns only. Whoever has waited for nine
+tenths of `hold_seconds` goes before all others, past everything but the running turns' own budget and their number; the last tenth is for
+these to make room.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from admission.tickets import Ticket, TicketBook
 _MIN_RETRY_SECONDS = 1.0
 _MAX_RETRY_SECONDS = 60.0
 _NUM_RETURNS = 32
+_HELD_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ class Gate:
         oldest = self._line.oldest
         if oldest is None:
             return None
-        held = oldest.asked_seconds + self._rule.hold_seconds
+        held = self._held_until(oldest)
         # Without a slot it waits for a return, not for time.
         times = [self._rule.due_seconds, held if self._has_slot and held < math.inf else None, self._left_room]
         return min((time for time in times if time is not None), default=None)
@@ -131,6 +133,14 @@ class Gate:
             target_share=rule.share,
         )
 
+    def is_member(self, session_id: str) -> bool:
+        """Whether the session has a place, so that its turns go ahead."""
+        return self._rule.is_member(session_id)
+
+    def num_waiting_of(self, session_id: str) -> int:
+        """Turns of the session that wait."""
+        return self._line.num_waiting_of(session_id)
+
     def waiting(self) -> list[Waiting]:
         return list(self._line)
 
@@ -143,7 +153,8 @@ class Gate:
 
     def _entry(self, request: AdmissionRequest, asked: float) -> Waiting:
         is_cold = 0 < self._rule.cold_tokens < request.uncached_tokens
-        return Waiting(request, asked, self._rule.is_member(request.session_id), is_cold)
+        is_member = self._rule.is_member(request.session_id) or self._rule.passes(request)
+        return Waiting(request, asked, is_member, is_cold)
 
     @property
     def _has_slot(self) -> bool:
@@ -189,13 +200,16 @@ class Gate:
         oldest = self._line.oldest
         if oldest is None or not self._has_slot:
             return None
-        if now >= oldest.asked_seconds + self._rule.hold_seconds:
+        if now >= self._held_until(oldest):
             return oldest
         may_be_cold = not self._cold
         entry = self._line.first_member(cold=may_be_cold)
         if entry is None and self._has_room:
             entry = self._line.first_other(self._shares, cold=may_be_cold)
         return entry
+
+    def _held_until(self, entry: Waiting) -> float:
+        return entry.asked_seconds + _HELD_SHARE * self._rule.hold_seconds
 
     def _retry_after_seconds(self, now: float) -> float:
         """How long the queue takes to drain by half at the recent pace."""

@@ -74,6 +74,9 @@ class Line:
     def oldest(self) -> Waiting | None:
         return next(iter(self._by_id.values()), None)
 
+    def num_waiting_of(self, session_id: str) -> int:
+        return len(self._by_session.get(session_id, ()))
+
     def add(self, entry: Waiting, rank: float) -> None:
         request = entry.request
         assert request.id not in self._by_id

@@ -24,7 +24,7 @@ class BudgetParameters(ColdParameters):
 
     alpha: Annotated[float, Knob(0.3, 1.5, "of the KV cache that may be in use")] = 0.9
     tier_share: Annotated[float, Knob(0, 1, "of an exclusive offload tier that counts as KV cache")] = 0.8
-    hold_seconds: Annotated[float, Knob(1, 3600, "after which a waiting turn goes before all others, past the target", log=True)] = 120.0
+    hold_seconds: Annotated[float, Knob(1, 3600, "that a turn waits at most; near its end it goes first", log=True)] = 120.0
     quantum_tokens: Annotated[
         float, Knob(0, 100_000_000, "a waiting tenant may use before the others have their turn; 0: tenants are not told apart")
     ] = 500_000.0
@@ -80,6 +80,10 @@ class Rule(Protocol):
         """Whether its turns go ahead, whatever is in use by sessions that are idle."""
         ...
 
+    def passes(self, request: AdmissionRequest) -> bool:
+        """Whether this turn goes ahead though its session is no member."""
+        ...
+
     def granted(self, request: AdmissionRequest, running_tokens: int, now: float) -> None:
         """It runs; with it running turns hold `running_tokens`. Idle members leave where that is too much. Changes state."""
         ...
@@ -117,6 +121,9 @@ class OpenRule:
         return asked
 
     def is_member(self, session_id: str) -> bool:
+        return False
+
+    def passes(self, request: AdmissionRequest) -> bool:
         return False
 
     def granted(self, request: AdmissionRequest, running_tokens: int, now: float) -> None:

@@ -1,8 +1,9 @@
 """working_set: sessions are let in, not turns; a member's turns start at once until it ends, idles too long or is expected back last.
 
 Denning's working set with contexts for pages: what is in use is the footprint of every session that runs or has been idle for less than
-`tau_seconds`. Others wait before their turn starts, the one with the longest resident prefix in front. Where members outgrow the budget,
-the idle one that is expected back last leaves, never one that runs.
+`tau_seconds`. Others wait before their turn starts, the one with the longest resident prefix in front. Where members outgrow the budget by
+`over_commit`, the idle one that is expected back last leaves, never one that runs. Without that margin each newcomer would push a member
+out, nobody would ever wait, and everybody would miss. Who has lost its place but not its blocks passes too: letting it in costs nothing.
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ _CAP_MARGIN = 1.1
 
 @dataclass(frozen=True, slots=True)
 class WorkingSetParameters(BudgetParameters):
+    over_commit: Annotated[float, Knob(0, 1, "of the KV cache beyond the target, before a member must leave")] = 0.1
     tau_seconds: Annotated[float, Knob(1, 86_400, "idle time after which a member leaves; at least 1.1 of a replay's cap", log=True)] = (
         330.0
     )
     ageing_tokens_per_second: Annotated[float, Knob(1, 1_000_000, "of resident prefix that a second of waiting counts as", log=True)] = (
         3000.0
+    )
+    resident_share: Annotated[float, Knob(0.1, 1.01, "of a prompt that is cached, with which it passes as a member's; above 1: never")] = (
+        0.8
     )
     trim_step: Annotated[float, Knob(0, 0.1, "change of the target in a minute, by what members miss; 0: it stays")] = 0.0
     horizon_seconds: Annotated[float, Knob(1, 86_400, "how far ahead returns are told apart when a member must leave", log=True)] = 600.0
@@ -42,6 +47,15 @@ class _Idle:
     since: float
 
 
+@dataclass(slots=True)
+class _Busy:
+    num_running: int
+    tokens: int
+    """Of its context, as its latest turn had it; 0 before the first is over."""
+    is_over: bool = False
+    """It ended while it ran."""
+
+
 class _WorkingSet(OpenRule):
     def __init__(self, parameters: WorkingSetParameters, conditions: Conditions) -> None:
         self.cold_tokens = parameters.cold_tokens
@@ -54,18 +68,18 @@ class _WorkingSet(OpenRule):
         self._trimming = Trimming(parameters.alpha, parameters.trim_step)
         self._idle: dict[str, _Idle] = {}
         """Members that do not run, the longest idle first."""
-        self._num_running: dict[str, int] = {}
-        self._over: set[str] = set()
-        """Sessions that ended while they ran."""
+        self._busy: dict[str, _Busy] = {}
+        """Members that run."""
         self._set_budget()
 
     def _set_budget(self) -> None:
         self.share = self._trimming.share
         self.budget_tokens = self._conditions.budget_tokens(self._parameters, self.share)
+        self._most_tokens = self._conditions.budget_tokens(self._parameters, self.share + self._parameters.over_commit)
 
     @property
     def num_members(self) -> int:  # type: ignore[override]  # the base has none
-        return len(self._idle) + len(self._num_running)
+        return len(self._idle) + len(self._busy)
 
     @property
     def due_seconds(self) -> float | None:  # type: ignore[override]  # the base has none
@@ -76,24 +90,31 @@ class _WorkingSet(OpenRule):
         return by_prefix(request, asked, self._parameters.ageing_tokens_per_second)
 
     def is_member(self, session_id: str) -> bool:
-        return session_id in self._idle or session_id in self._num_running
+        return session_id in self._idle or session_id in self._busy
+
+    def passes(self, request: AdmissionRequest) -> bool:
+        prompt_tokens = request.resident_tokens + request.uncached_tokens
+        return prompt_tokens > 0 and request.resident_tokens >= self._parameters.resident_share * prompt_tokens
 
     def granted(self, request: AdmissionRequest, running_tokens: int, now: float) -> None:
-        self._leave(request.session_id)
-        self._over.discard(request.session_id)
-        self._num_running[request.session_id] = self._num_running.get(request.session_id, 0) + 1
+        tokens = self._leave(request.session_id)
+        busy = self._busy.setdefault(request.session_id, _Busy(0, tokens))
+        busy.num_running += 1
+        busy.is_over = False
         self._shrink(running_tokens, now)
 
     def returned(self, request: AdmissionRequest, running_tokens: int, now: float) -> None:
         session_id = request.session_id
-        left = self._num_running.pop(session_id) - 1
-        if left:
-            self._num_running[session_id] = left
-        elif session_id in self._over:
-            self._over.remove(session_id)
-        else:
-            self._idle[session_id] = _Idle(request.footprint_tokens, now)
-            self.idle_tokens += request.footprint_tokens
+        busy = self._busy[session_id]
+        busy.num_running -= 1
+        if not request.is_aside or not busy.tokens:
+            busy.tokens = request.footprint_tokens
+        if busy.num_running:
+            return
+        del self._busy[session_id]
+        if not busy.is_over:
+            self._idle[session_id] = _Idle(busy.tokens, now)
+            self.idle_tokens += busy.tokens
             self._shrink(running_tokens, now)
 
     def answered(self, is_member: bool, num_prompt_tokens: int, num_avoidable_tokens: int, has_waiting: bool, now: float) -> None:
@@ -103,23 +124,25 @@ class _WorkingSet(OpenRule):
 
     def session_ended(self, session_id: str) -> None:
         self._leave(session_id)
-        if session_id in self._num_running:
-            self._over.add(session_id)
+        if session_id in self._busy:
+            self._busy[session_id].is_over = True
 
     def due(self, now: float) -> None:
         while (due := self.due_seconds) is not None and due <= now:
             self._leave(next(iter(self._idle)))
 
-    def _leave(self, session_id: str) -> None:
+    def _leave(self, session_id: str) -> int:
+        """What it held while it was idle."""
         idle = self._idle.pop(session_id, None)
-        if idle is not None:
-            self.idle_tokens -= idle.tokens
+        tokens = 0 if idle is None else idle.tokens
+        self.idle_tokens -= tokens
+        return tokens
 
     def _shrink(self, running_tokens: int, now: float) -> None:
-        """Idle members leave until the rest fits, whoever is expected back last first."""
-        if self._idle and running_tokens + self.idle_tokens > self.budget_tokens:
+        """Idle members leave until the rest is within the margin, whoever is expected back last first."""
+        if self._idle and running_tokens + self.idle_tokens > self._most_tokens:
             order = sorted(self._idle, key=lambda session_id: self._back_in(session_id, now))
-            while order and running_tokens + self.idle_tokens > self.budget_tokens:
+            while order and running_tokens + self.idle_tokens > self._most_tokens:
                 self._leave(order.pop())
 
     def _back_in(self, session_id: str, now: float) -> tuple[float, float]:

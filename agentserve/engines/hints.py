@@ -67,6 +67,10 @@ class EngineHints(Protocol):
         """What the plugin says of itself; None where there is none or it does not answer."""
         ...
 
+    async def switch(self, policy: str, parameters: Mapping[str, float]) -> PluginState | None:
+        """Another eviction policy from now on. None where nothing took it."""
+        ...
+
     async def close(self) -> None:
         """Deliver what is pending, if that is possible at once."""
         ...
@@ -87,6 +91,9 @@ class NoHints:
         pass
 
     async def state(self) -> PluginState | None:
+        return None
+
+    async def switch(self, policy: str, parameters: Mapping[str, float]) -> PluginState | None:
         return None
 
     async def close(self) -> None:
