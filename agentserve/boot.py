@@ -26,7 +26,7 @@ from agentserve.engines import ChatEngine, Engine
 from agentserve.engines.embedded import EmbeddedEngine
 from agentserve.engines.kv_events import KvEventSubscriber
 from agentserve.engines.vllm import VllmEngine
-from agentserve.engines.vllm_command import EmbeddedOptions
+from agentserve.engines.vllm_command import EmbeddedOptions, plugin_options
 from agentserve.errors import SetupError
 from agentserve.media import MediaTurns
 from agentserve.metrics import Metrics
@@ -87,7 +87,7 @@ def make_engine(settings: Settings, progress: Callable[[str], None]) -> tuple[En
             kv_tokens=options.kv_tokens,
             block_size=options.block_size,
             max_model_len=options.max_model_len,
-            plugin=None if options.plugin == "off" else options.plugin,
+            plugin=plugin_options(options.plugin),
             start_timeout_seconds=options.start_seconds,
         ),
         progress=progress,

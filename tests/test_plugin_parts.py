@@ -173,7 +173,7 @@ def test_options_that_make_no_sense_are_refused(extra: dict[str, object], match:
 
 
 def test_the_configuration_for_vllm_reads_back() -> None:
-    config = msgspec.json.decode(transfer_config("ttl", {"queue_seconds": 2.0}))
+    config = msgspec.json.decode(transfer_config(PluginOptions("ttl", {"queue_seconds": 2.0})))
     assert config["kv_connector_module_path"] == MODULE
     assert PluginOptions.read(config["kv_connector_extra_config"]) == PluginOptions("ttl", {"queue_seconds": 2.0})
 

@@ -17,7 +17,7 @@ import pytest
 
 from admission.eviction.policy import Fate
 from agentserve.engines.plugin import control
-from agentserve.engines.plugin.options import transfer_config
+from agentserve.engines.plugin.options import PluginOptions, transfer_config
 from agentserve.engines.plugin.supported import PluginUnsupported
 from agentserve.engines.plugin.wire import PluginState, SessionHint, TurnHints, read_state, xargs
 from replays.simulator.options import EngineOptions
@@ -47,7 +47,7 @@ def vllm_side() -> Iterator[ModuleType]:
 
 
 def transfer(**extra: Any) -> dict[str, Any]:
-    config: dict[str, Any] = msgspec.json.decode(transfer_config())
+    config: dict[str, Any] = msgspec.json.decode(transfer_config(PluginOptions()))
     return config | {"kv_connector_extra_config": extra}
 
 

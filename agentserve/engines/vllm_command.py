@@ -10,7 +10,8 @@ from typing import Final
 
 import msgspec
 
-from agentserve.engines.plugin.options import POLICY_NAMES, transfer_config
+from agentserve.engines.plugin.options import PluginOptions, transfer_config
+from agentserve.engines.plugin.supported import PluginUnsupported
 from agentserve.errors import SetupError
 
 SERVED_MODEL_NAME: Final = "nano"
@@ -48,8 +49,8 @@ class EmbeddedOptions:
     dev_mode: bool = False
     """Open vLLM's development routes, such as /reset_prefix_cache."""
     start_timeout_seconds: float = 300.0
-    plugin: str | None = None
-    """Eviction policy of agentserve's plugin inside vLLM; None: vLLM without it."""
+    plugin: PluginOptions | None = None
+    """Agentserve's plugin inside vLLM; None: vLLM without it."""
     extra_args: tuple[str, ...] = ()
     """Appended to vLLM's command line, so they win over what stands there."""
 
@@ -59,13 +60,20 @@ class EmbeddedOptions:
         if self.kv_tokens < self.block_size:
             raise SetupError(f"kv_tokens is {self.kv_tokens!r}: it must hold a block of {self.block_size} tokens at least.")
 
-        if self.plugin is not None and self.plugin not in POLICY_NAMES:
-            raise SetupError(f"the engine's plugin has no policy {self.plugin!r}; there are: off, {', '.join(POLICY_NAMES)}")
-
     @property
     def num_blocks(self) -> int:
         """Usable KV blocks."""
         return self.kv_tokens // self.block_size
+
+
+def plugin_options(policy: str) -> PluginOptions | None:
+    """For the setting `engine.plugin`. Raises `SetupError` where there is no such policy."""
+    if policy == "off":
+        return None
+    try:
+        return PluginOptions.read({"policy": policy})
+    except PluginUnsupported as error:
+        raise SetupError(f"--engine-plugin: {error}") from error
 
 
 class _ModelConfig(msgspec.Struct):

@@ -134,6 +134,24 @@ class Forest:
                     raise PluginFault(f"extent {extent.id!r} was offered, and none of its blocks is free")
         return taken
 
+    def clear(self) -> list[Block]:
+        """Forget every node, and hand back their blocks, which nobody uses. Changes state."""
+        now = self._clock()
+        blocks: list[Block] = []
+        for node in list(self.nodes.values()):
+            assert node.blocks[-1].ref_cnt == 0
+            if node.is_known:
+                self._policy.forget(node.extent, now)
+            for branch in node.owners:
+                branch.nodes.pop(node, None)
+            blocks += node.blocks
+        for block in blocks:
+            self.node_of[block.block_id] = None
+        self.nodes.clear()
+        for nodes in self.waiting.values():
+            nodes.clear()
+        return blocks
+
     def set_fate(self, node: Node, branch: Branch, fate: Fate) -> None:
         """What it is to `branch` from now on; a dead owner of a node that lives on for others is forgotten. Changes state."""
         if branch not in node.owners:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 import msgspec
@@ -51,12 +51,8 @@ class PluginOptions:
         return options
 
 
-def transfer_config(policy: str | None = None, parameters: Mapping[str, float] | None = None) -> str:
+def transfer_config(options: PluginOptions) -> str:
     """The value of vLLM's --kv-transfer-config that carries the plugin alone."""
-    extra: dict[str, Any] = {}
-    if policy is not None:
-        extra["policy"] = policy
-    if parameters:
-        extra["parameters"] = dict(parameters)
+    extra = {name: value for name, value in asdict(options).items() if value != getattr(PluginOptions(), name)}
     config = {"kv_connector": CONNECTOR, "kv_connector_module_path": MODULE, "kv_role": "kv_producer", "kv_connector_extra_config": extra}
     return msgspec.json.encode(config).decode()

@@ -21,6 +21,7 @@ class Ordering:
     def __init__(self, pool: Any, options: PluginOptions, clock: Callable[[], float], warn: Callable[[str, Exception], None]) -> None:
         self._pool = pool
         self._warn = warn
+        self._cache = pool.cached_block_hash_to_block
         self._num_errors = 0
         self._off_because = ""
         returns = ReturnModel(_return_parameters(options))
@@ -35,6 +36,9 @@ class Ordering:
         return self._pool.free_block_queue is self._queue
 
     def arrived(self, request: Any) -> None:
+        if self._pool.cached_block_hash_to_block is not self._cache:  # vLLM takes a new one when it resets its prefix cache
+            self._cache = self._pool.cached_block_hash_to_block
+            self._safely(self._queue.flush)
         self._safely(self._retention.arrived, request)
 
     def placed(self, request: Any, blocks: Any) -> None:
