@@ -228,6 +228,18 @@ def test_what_is_said_of_sessions_decides_who_is_evicted(vllm_side: ModuleType, 
     assert _resident().num_evicted_live_blocks > 0
 
 
+def test_an_emptied_cache_is_forgotten(vllm_side: ModuleType, tmp_path: Path) -> None:
+    replay = vllm_side.VllmReplay(PLAIN, vllm_side.make_scheduler(PLAIN, tmp_path, transfer(policy="lru")))
+    tokens = list(range(50 * BLOCK_SIZE))
+    _turn(replay, 0, "a", tokens)
+    assert replay.scheduler.reset_prefix_cache()
+    assert _turn(replay, 1, "b", [5, *tokens[:100]]) == 0
+    assert _resident().resident_blocks == {"b": 6}
+    ordering().check_integrity()
+    assert _turn(replay, 2, "a", tokens) == 0
+    assert _turn(replay, 3, "a", tokens) == 49 * BLOCK_SIZE
+
+
 def test_cut_tails_and_output_that_never_comes_back_go_first(vllm_side: ModuleType, tmp_path: Path) -> None:
     options = replace(PLAIN, num_blocks=64)
     replay = vllm_side.VllmReplay(options, vllm_side.make_scheduler(options, tmp_path, transfer(policy="dead_first")))

@@ -64,7 +64,7 @@ class AgentserveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         if self._ordering is not None:
-            self._ordering.step()
+            self._ordering.step(scheduler_output.preempted_req_ids or ())
         return _Nothing()
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

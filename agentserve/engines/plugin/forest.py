@@ -70,7 +70,7 @@ class Forest:
         for node in nodes:
             self._own(node, branch)
             node.extent.num_hits += hit
-            self._refate(node, now)
+            node.extent.fate = Fate.LIVE  # to this branch, so to all
             self._rank(node, now)
 
     def join(self, nodes: list[Node]) -> list[Node]:
