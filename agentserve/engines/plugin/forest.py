@@ -68,7 +68,8 @@ class Forest:
         """A request of `branch` uses them: they are alive, and no victims. Changes state."""
         now = self._clock()
         for node in nodes:
-            self._own(node, branch)
+            if node.owners.get(branch) is not Fate.LIVE:
+                self._own(node, branch)
             node.extent.num_hits += hit
             node.extent.fate = Fate.LIVE  # to this branch, so to all
             self._rank(node, now)

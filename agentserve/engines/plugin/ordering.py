@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from admission.eviction.choice import PolicyParameterError
@@ -47,8 +47,9 @@ class Ordering:
     def finished(self, request: Any, block_ids: list[int]) -> None:
         self._safely(self._retention.finished, request, block_ids)
 
-    def step(self, preempted_ids: Iterable[str]) -> None:
-        self._safely(self._retention.step, preempted_ids)
+    def step(self, preempted_ids: Collection[str]) -> None:
+        if preempted_ids or self._retention.has_waiting:
+            self._safely(self._retention.step, preempted_ids)
 
     def take_batch(self, batch: HintBatch) -> None:
         """Raises PolicyParameterError or KeyError where the policy that it asks for cannot be had."""

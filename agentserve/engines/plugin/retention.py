@@ -141,6 +141,11 @@ class Retention:
             self.policy, self.parameters = batch.policy, dict(batch.parameters)
             self.forest.switch(policy)
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether there is anything for `step` to do."""
+        return bool(self._queued or self._awaited)
+
     def step(self, preempted_ids: Iterable[str] = ()) -> None:
         """A step of the engine was scheduled: who still waits is protected; what was awaited for long enough is not any more."""
         for request_id in preempted_ids:
@@ -215,7 +220,7 @@ class Retention:
     def _judge(self, nodes: list[Node], known: _Request) -> None:
         """What the request's end says of the branch's nodes: which are cut, which generated for nobody, which a side request's."""
         branch, hints = known.branch, known.hints
-        if hints.branch_id is not None and nodes:
+        if hints.branch_id is not None and 0 < len(nodes) < len(branch.nodes):
             on_path = set(nodes)
             for node in [node for node in branch.nodes if node not in on_path]:
                 self.forest.set_fate(node, branch, Fate.CUT)
