@@ -20,8 +20,9 @@ PIP := $(VENV)/bin/python -m pip install --quiet --progress-bar off --no-compile
 # uv installs the list in seconds; torch goes through pip, which finds its CPU build where pip is told of one.
 UV := uv==0.13.9
 INSTALLED := $(VENV)/.installed
+OFFLOAD := $(VENV)/.offload
 
-.PHONY: install serve replay bench test check docs lock clean
+.PHONY: install offload serve replay bench test check docs lock clean
 
 install: $(INSTALLED)
 
@@ -34,6 +35,13 @@ $(INSTALLED): $(REQUIREMENTS) pyproject.toml
 	! grep -q '^torch==' $(REQUIREMENTS) || $(PIP) $$(grep '^torch==' $(REQUIREMENTS))
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -r $(REQUIREMENTS)
 	$(PIP) --no-build-isolation --editable .
+	@touch $@
+
+# LMCache, for `agentserve serve --offload-tier lmcache`. Apart from the rest: it brings 300 MB that only this option needs.
+offload: $(OFFLOAD)
+
+$(OFFLOAD): requirements/offload.txt $(INSTALLED)
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -r requirements/offload.txt
 	@touch $@
 
 # The session server on the embedded engine; SERVE="--port 9000" and the like are passed on.
@@ -52,7 +60,7 @@ results/sessions.jsonl: | install
 bench: install
 	for name in $(BENCH); do $(BIN)/python -m benchmarks $$name; done
 
-test: install
+test: install offload
 	$(BIN)/python -m pytest
 
 check: install

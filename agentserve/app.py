@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 
 from agentserve.dialects import anthropic_errors, errors
 from agentserve.errors import AgentserveError, ClientError, NotFound
@@ -53,6 +54,23 @@ def build_app(server: Server, lifespan: Lifespan | None = None) -> FastAPI:
         return Response(status_code=499)
 
     return app
+
+
+class RefuseAll:
+    """An application that takes in each request, answers it with `error` in the dialect of its path, and closes the connection."""
+
+    def __init__(self, error: AgentserveError) -> None:
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request, as ASGI has it."""
+        request = Request(scope, receive)
+        with suppress(ClientDisconnect):
+            async for _ in request.stream():
+                pass  # closing on a client that still writes would reset the connection, and the answer with it
+            answer = _answer(request, self._error)
+            answer.headers["connection"] = "close"
+            await answer(scope, receive, send)
 
 
 def _answer(request: Request, error: AgentserveError) -> Response:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -18,19 +19,23 @@ import xxhash
 from admission.policies import ADMISSION_POLICIES
 from admission.requests import Limits
 from admission.tickets import TicketBook
+from admission.twins import TwinGate
 from agentserve.cache import CacheBooks
 from agentserve.canonical.canonicaliser import choose
 from agentserve.deliveries import Deliveries
 from agentserve.dialects.responses_store import ResponseStore
-from agentserve.engines import ChatEngine, Engine
+from agentserve.engines import Engine
 from agentserve.engines.embedded import EmbeddedEngine
 from agentserve.engines.kv_events import KvEventSubscriber
+from agentserve.engines.lmcache import LmcacheServer
+from agentserve.engines.lmcache_command import LmcacheOptions
 from agentserve.engines.vllm import VllmEngine
 from agentserve.engines.vllm_command import EmbeddedOptions, plugin_options
 from agentserve.errors import SetupError
 from agentserve.media import MediaTurns
 from agentserve.metrics import Metrics
 from agentserve.records import TurnLog
+from agentserve.replicas import Replica, Replicas
 from agentserve.server import Server
 from agentserve.sessions import Namespaces
 from agentserve.settings import EngineSettings, Settings, StateSettings
@@ -38,11 +43,16 @@ from agentserve.state.breaker import Failure
 from agentserve.state.link import RedisLink
 from agentserve.state.stored import Listeners, StoredSessions
 from agentserve.turns import Turns
+from agentserve.twins import TwinRoom
 from agentserve.waiting import WaitingRoom
 from model.chat import ChatFormat
 from model.chat.formats import chat_format
+from model.chat.jinja import UnstableTemplate
+from model.chat.jinja_template import TemplateRefused
 from model.tokenizer import Tokenizer, verify
 from prefix_cache.mirror import Mirror
+from prefix_cache.tiers.chunks import Watermark
+from prefix_cache.tiers.offload import Offload
 
 DEFAULT_BLOCK_SIZE = 128
 """For block hashes where the engine does not say its size; no block figure is reported then."""
@@ -54,45 +64,127 @@ _log = structlog.get_logger(__name__)
 async def running_server(settings: Settings, progress: Callable[[str], None]) -> AsyncIterator[Server]:
     """A server whose engine answers. Raises SetupError, or EngineUnavailable if the engine never does."""
     async with AsyncExitStack() as stack:
-        engine, events, replay, nano = make_engine(settings, progress)
-        stack.push_async_callback(engine.close)
-        await engine.start()
-        tokenizer, chat = await asyncio.to_thread(load_model_files, settings.engine, model_folder(settings, engine, nano))
-        mirror = None
-        if events is not None and engine.info.block_size is not None:
-            mirror = Mirror(engine.info.block_size)
-            subscriber = KvEventSubscriber(events, replay, settings.engine.events_topic, mirror)
-            stack.push_async_callback(subscriber.close)
-            await subscriber.start()
-            await subscriber.caught_up()  # else the first predictions would not know an older engine's blocks
-            if isinstance(engine, EmbeddedEngine):
-                engine.on_restart = mirror.restarted
-        server = build(settings, engine, tokenizer, chat, mirror)
+        tier = await start_offload(settings, progress, stack)
+        made = make_engines(settings, progress, tier)
+        for each in made:
+            stack.push_async_callback(each.engine.close)
+        await asyncio.gather(*(each.engine.start() for each in made))
+        first, *others = [await follow(settings, each, tier, stack) for each in made]
+        check_alike(first.engine, [other.engine for other in others])
+        folder = model_folder(settings, first.engine, made[0].nano)
+        tokenizer, chat = await asyncio.to_thread(load_model_files, settings.engine, folder)
+        server = build(settings, first.engine, tokenizer, chat, first.mirror, first.offload, others)
         if server.turns.stored is not None:
             stack.push_async_callback(server.turns.stored.close)
             await server.turns.stored.start()
         yield server
 
 
-def make_engine(settings: Settings, progress: Callable[[str], None]) -> tuple[Engine, str | None, str | None, Path | None]:
-    """The engine that the settings name, its event endpoints, and the embedded engine's model folder."""
+@dataclass(frozen=True, slots=True)
+class Made:
+    """An engine that is not started yet, the ZMQ endpoints of its KV events and their replay, and the embedded engine's model folder."""
+
+    engine: Engine
+    events: str | None = None
+    replay: str | None = None
+    nano: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """A started engine, and what hears its events."""
+
+    engine: Engine
+    mirror: Mirror | None = None
+    offload: Offload | None = None
+
+
+async def follow(settings: Settings, made: Made, tier: LmcacheServer | None, stack: AsyncExitStack) -> Followed:
+    """Follow the KV events of an engine that has started."""
+    engine = made.engine
+    if made.events is None or engine.info.block_size is None:
+        return Followed(engine)
+    mirror = Mirror(engine.info.block_size)
+    offload = follow_offload(settings, mirror, tier)
+    subscriber = KvEventSubscriber(made.events, made.replay, settings.engine.events_topic, mirror)
+    stack.push_async_callback(subscriber.close)
+    await subscriber.start()
+    await subscriber.caught_up()  # else the first predictions would not know an older engine's blocks
+    if isinstance(engine, EmbeddedEngine):
+        engine.on_restart = mirror.restarted
+    return Followed(engine, mirror, offload)
+
+
+def check_alike(first: Engine, others: Iterable[Engine]) -> None:
+    """Raise SetupError for engines that do not serve the same: a session may go on at any of them."""
+    for other in others:
+        for name in ("model", "max_model_len", "block_size"):
+            ours, theirs = getattr(first.info, name), getattr(other.info, name)
+            if ours != theirs:
+                raise SetupError(f"the engines at {first.url} and {other.url} differ in {name}: {ours!r} and {theirs!r}; start them alike")
+
+
+async def start_offload(settings: Settings, progress: Callable[[str], None], stack: AsyncExitStack) -> LmcacheServer | None:
+    """The cache server beside the embedded engine, if the settings ask for one. Raises SetupError."""
+    options = settings.offload
+    if options.tier == "off" or settings.engine.url is not None:
+        return None
+    url = options.url.get_secret_value() if options.url else None
+    tier = LmcacheServer(LmcacheOptions(options.bytes, options.chunk_tokens, settings.engine.block_size, url), progress=progress)
+    stack.push_async_callback(tier.close)
+    await tier.start()
+    return tier
+
+
+def follow_offload(settings: Settings, mirror: Mirror, tier: LmcacheServer | None) -> Offload | None:
+    """The books of the tiers behind the engine, fed by what the mirror hears. Raises SetupError."""
+    options = settings.offload
+    if options.tier == "off":
+        return None
+    if options.chunk_tokens % mirror.block_size:
+        raise SetupError(f"--offload-chunk-tokens must be a multiple of the engine's block of {mirror.block_size} tokens")
+    memory = None if options.capacity_tokens is None else Watermark(options.capacity_tokens // options.chunk_tokens)
+    offload = Offload(mirror.block_size, options.chunk_tokens, has_remote=options.url is not None, memory=memory)
+    mirror.on_batch = offload.apply
+    if tier is not None:
+        tier.on_change = lambda is_up: offload.started() if is_up else offload.stopped()
+    return offload
+
+
+def make_engines(settings: Settings, progress: Callable[[str], None], tier: LmcacheServer | None = None) -> list[Made]:
+    """The engines that the settings name, or the embedded one. Raises SetupError."""
     options = settings.engine
     if options.url is not None:
         key = options.api_key.get_secret_value() if options.api_key else None
-        engine = VllmEngine(options.url, api_key=key, start_timeout_seconds=options.start_seconds)
-        return engine, options.events, options.events_replay, None
+        urls = options.url.replace(",", " ").split()
+        events = _one_each("--engine-events", options.events, len(urls))
+        replays = _one_each("--engine-events-replay", options.events_replay, len(urls))
+        engines = [VllmEngine(url, api_key=key, start_timeout_seconds=options.start_seconds) for url in urls]
+        return [Made(*each) for each in zip(engines, events, replays, strict=True)]
     embedded = EmbeddedEngine(
         EmbeddedOptions(
             cache_folder=settings.cache_folder,
             kv_tokens=options.kv_tokens,
             block_size=options.block_size,
             max_model_len=options.max_model_len,
+            tensor_parallel=options.tensor_parallel,
             plugin=plugin_options(options.plugin),
             start_timeout_seconds=options.start_seconds,
+            extra_args=tier.engine_args if tier is not None else (),
         ),
         progress=progress,
     )
-    return embedded, embedded.events_endpoint, embedded.replay_endpoint, embedded.model_folder
+    return [Made(embedded, embedded.events_endpoint, embedded.replay_endpoint, embedded.model_folder)]
+
+
+def _one_each(name: str, endpoints: str | None, num_engines: int) -> list[str | None]:
+    """The endpoints of the engines, in their order."""
+    if endpoints is None:
+        return [None] * num_engines
+    found: list[str | None] = [*endpoints.replace(",", " ").split()]
+    if len(found) != num_engines:
+        raise SetupError(f"{name} names {len(found)} endpoints for {num_engines} engines: name one for each, in the order of --engine-url")
+    return found
 
 
 def model_folder(settings: Settings, engine: Engine, nano: Path | None) -> Path:
@@ -113,34 +205,39 @@ def load_model_files(options: EngineSettings, folder: Path) -> tuple[Tokenizer, 
         tokenizer = Tokenizer.load(folder)
         verify(tokenizer, folder)
         return tokenizer, chat_format(options.chat_format, tokenizer, folder)
+    except (UnstableTemplate, TemplateRefused) as error:
+        cure = "--engine-chat-format passthrough lets the engine render, without exact sessions"
+        raise SetupError(f"the chat template in {str(folder)!r} cannot be used: {error}; {cure}") from error
     except (OSError, ValueError) as error:
         raise SetupError(f"the model folder {str(folder)!r} cannot be used: {error}") from error
 
 
-def build(settings: Settings, engine: Engine, tokenizer: Tokenizer, chat: ChatFormat, mirror: Mirror | None) -> Server:
-    """A server over parts that are ready."""
+def build(
+    settings: Settings,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    chat: ChatFormat,
+    mirror: Mirror | None,
+    offload: Offload | None = None,
+    others: Sequence[Followed] = (),
+) -> Server:
+    """A server over parts that are ready; `others` are more engines of the same model."""
     clock = time.monotonic
-    limits = Limits(
-        max_running=settings.limits.running_turns,
-        max_waiting=settings.limits.queued_turns,
-        capacity_tokens=engine.info.kv_capacity_tokens,
-    )
     metrics = Metrics()
-    room = WaitingRoom(ADMISSION_POLICIES["fcfs"](TicketBook(), limits), clock, metrics.queue.observe)
     namespaces = Namespaces(
         block_size=engine.info.block_size or DEFAULT_BLOCK_SIZE,
         max_tokens=settings.sessions.ledger_tokens,
         idle_seconds=settings.sessions.idle_seconds,
         share=settings.share_prefixes,
     )
-    books = CacheBooks(block_size=engine.info.block_size, ceiling_tokens=settings.sessions.ceiling_tokens, mirror=mirror)
+    followed = [Followed(engine, mirror, offload), *others]
+    replicas = Replicas(list(_replicas(settings, followed, metrics, clock)), namespaces.sessions)
+    books = replicas.first.books
     turns = Turns(
-        engine=engine,
+        replicas=replicas,
         tokenizer=tokenizer,
         chat=chat,
         namespaces=namespaces,
-        books=books,
-        room=room,
         canonicaliser=choose(settings.canonicalise.mode, settings.canonicalise.on, settings.canonicalise.off),
         clock=clock,
         new_id=lambda: token_hex(12),
@@ -148,21 +245,13 @@ def build(settings: Settings, engine: Engine, tokenizer: Tokenizer, chat: ChatFo
         wall_clock=_wall_clock,
         stored=stored_sessions(settings.state, partial(deployment, engine.info.model, tokenizer, chat), books, metrics, clock),
     )
-    metrics.watch("waiting_turns", "Turns that wait for a ticket", lambda: room.num_waiting)
-    metrics.watch("sessions", "Sessions that are known", lambda: namespaces.num_sessions)
-    metrics.watch("ledger_tokens", "Tokens that all ledgers hold", lambda: namespaces.num_tokens)
-    metrics.watch("ceiling_index_tokens", "Tokens that the ceiling index holds", lambda: books.tree.num_tokens)
-    if mirror is not None:
-        metrics.watch("kv_resident_tokens", "Tokens resident in the engine's KV cache, by its events", lambda: mirror.num_resident_tokens)
-        metrics.watch("mirror_suspect", "1 while the mirror may not know all that is resident", lambda: mirror.is_suspect)
+    watch(metrics, replicas, namespaces)
     created = int(_wall_clock())
     responses = ResponseStore(settings.limits.stored_response_bytes)
     metrics.watch("stored_response_bytes", "JSON of stored Responses", lambda: responses.num_bytes)
     media = MediaTurns(
-        engine=engine if isinstance(engine, ChatEngine) else None,
-        model=engine.info.model,
+        replicas=replicas,
         namespaces=namespaces,
-        room=room,
         clock=clock,
         new_id=turns.new_id,
     )
@@ -170,7 +259,53 @@ def build(settings: Settings, engine: Engine, tokenizer: Tokenizer, chat: ChatFo
         settings.limits.kept_answer_bytes, settings.limits.kept_answer_seconds, clock, lambda outcome: metrics.retries.labels(outcome).inc()
     )
     metrics.watch("kept_answer_bytes", "Whole answers that are kept for clients that ask again", lambda: deliveries.num_bytes)
-    return Server(settings, engine, turns, namespaces, books, metrics, responses, deliveries, media, created)
+    return Server(settings, turns, namespaces, metrics, responses, deliveries, media, created)
+
+
+def _replicas(settings: Settings, followed: Iterable[Followed], metrics: Metrics, clock: Callable[[], float]) -> Iterator[Replica]:
+    """What the server keeps for each engine; the ceiling and the sums of hits are kept for all."""
+    books: CacheBooks | None = None
+    for each in followed:
+        info = each.engine.info
+        limits = Limits(
+            max_running=settings.limits.running_turns,
+            max_waiting=settings.limits.queued_turns,
+            capacity_tokens=info.kv_capacity_tokens,
+        )
+        books = CacheBooks(
+            block_size=info.block_size,
+            ceiling_tokens=settings.sessions.ceiling_tokens,
+            mirror=each.mirror,
+            offload=each.offload,
+            beside=books,
+        )
+        room = WaitingRoom(ADMISSION_POLICIES["fcfs"](TicketBook(), limits), clock, metrics.queue.observe)
+        gate = TwinGate(settings.alignment.twin_blocks)
+        twins = TwinRoom(gate, limit_seconds=settings.alignment.twin_seconds, clock=clock, held=metrics.held)
+        yield Replica(each.engine, books, room, twins, clock)
+
+
+def watch(metrics: Metrics, replicas: Replicas, namespaces: Namespaces) -> None:
+    """Export what is read at each scrape; figures of engines are sums over them."""
+    first, mirrors = replicas.first, [replica.books.mirror for replica in replicas if replica.books.mirror is not None]
+    offloads = [replica.books.offload for replica in replicas if replica.books.offload is not None]
+    retries = "Requests sent to an engine twice, as nothing came of the first"
+    metrics.count("engine_retries", retries, lambda: sum(replica.engine.num_retries for replica in replicas))
+    metrics.count("moved_turns", "Turns that another engine took, as theirs gave nothing", lambda: replicas.num_moved_turns)
+    metrics.watch("closed_engines", "Engines to which no turn goes, as they failed", lambda: sum(not each.is_open for each in replicas))
+    metrics.watch("waiting_turns", "Turns that wait for a ticket", lambda: replicas.num_waiting)
+    metrics.watch("held_turns", "Turns that wait for a twin", lambda: sum(replica.twins.num_held for replica in replicas))
+    metrics.watch("sessions", "Sessions that are known", lambda: namespaces.num_sessions)
+    metrics.watch("ledger_tokens", "Tokens that all ledgers hold", lambda: namespaces.num_tokens)
+    metrics.watch("ceiling_index_tokens", "Tokens that the ceiling index holds", lambda: first.books.tree.num_tokens)
+    if mirrors:
+        resident = "Tokens resident in the engine's KV cache, by its events"
+        metrics.watch("kv_resident_tokens", resident, lambda: sum(mirror.num_resident_tokens for mirror in mirrors))
+        metrics.watch("mirror_suspect", "1 while the mirror may not know all that is resident", lambda: any(m.is_suspect for m in mirrors))
+    if offloads:
+        resident = "Tokens whole in the offload tier's memory, by its events"
+        metrics.watch("offload_resident_tokens", resident, lambda: sum(offload.num_resident_tokens for offload in offloads))
+        metrics.watch("offload_up", "0 while the offload tier's server is known not to run", lambda: all(o.is_up for o in offloads))
 
 
 def _wall_clock() -> float:

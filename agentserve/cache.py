@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -11,6 +12,7 @@ from prefix_cache.blocks import BlockHash
 from prefix_cache.hits import NOWHERE, Elsewhere, HitTotals, TurnHits, account
 from prefix_cache.in_flight import Computing, InFlight
 from prefix_cache.mirror import Mirror
+from prefix_cache.tiers.offload import ExternalHit, Offload
 from prefix_cache.tree import PrefixTree
 
 
@@ -34,6 +36,8 @@ class Estimate:
     elsewhere: Elsewhere = NOWHERE
     """`in_flight` is known only when the request is sent, see `CacheBooks.send`."""
 
+    external: ExternalHit | None = None
+    """What offload tiers will add to the leading blocks that the mirror holds. None: no tier is followed."""
     block_size: int = 1
     """Of `hashes`, tokens."""
 
@@ -56,19 +60,49 @@ class Sent:
     num_looks: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Overtaken:
+    """What an answer teaches that came before the events which explain it."""
+
+    hashes: Sequence[BlockHash]
+    num_cached_tokens: int
+    guess: int
+    missed: BlockHash
+    departures: tuple[int, ...]
+    num_batches: int
+    """The mirror's, when the answer came."""
+
+
+_MAX_OVERTAKEN = 64
+_NUM_LATE_BATCHES = 16
+"""After so many more, a miss that none of them explains counts against the mirror. On a busy host answers are up to a second ahead."""
 _MAX_LOOKS = 16
 """Steps of a generation in which the mirror is asked whether it has seen the prompt's blocks; its events come as fast as the steps."""
 
 
 class CacheBooks:
-    """Estimates before, books after. `block_size` None: the engine does not say; then there are no block figures."""
+    """Estimates before, books after. `block_size` None: the engine does not say; then there are no block figures.
 
-    def __init__(self, *, block_size: int | None, ceiling_tokens: int, mirror: Mirror | None) -> None:
+    `offload` needs a mirror: what a tier adds is counted beyond what the GPU holds. `beside`: the books of another engine of this server.
+    """
+
+    def __init__(
+        self,
+        *,
+        block_size: int | None,
+        ceiling_tokens: int,
+        mirror: Mirror | None,
+        offload: Offload | None = None,
+        beside: CacheBooks | None = None,
+    ) -> None:
         self.block_size = block_size
         self.mirror = mirror
-        self.tree = PrefixTree(ceiling_tokens)
+        self.offload = offload if mirror is not None else None
+        # An unlimited cache is one, over however many engines; so are the sums.
+        self.tree: PrefixTree = PrefixTree(ceiling_tokens) if beside is None else beside.tree
+        self.totals: HitTotals = HitTotals() if beside is None else beside.totals
         self.in_flight = InFlight()
-        self.totals = HitTotals()
+        self._overtaken: deque[_Overtaken] = deque(maxlen=_MAX_OVERTAKEN)
 
     def estimate(self, prompt: FlatPrompt, twin_end: int = 0, offload: int = 0, other_replica: int = 0) -> Estimate:
         """Ceiling and prediction of the prompt as it stands. Costs what is new since the prompt was last looked at.
@@ -93,13 +127,19 @@ class CacheBooks:
 
     def _predicted(self, mirror: Mirror, estimate: Estimate, prompt: FlatPrompt) -> Estimate:
         """`estimate` with what the mirror says."""
+        self._learn_overtaken(mirror)
         hashes, departures = estimate.hashes, mirror.departures
-        start = prompt.num_resident_blocks if prompt.resident_as_of == departures else 0
+        is_same = prompt.resident_in is mirror and prompt.resident_as_of == departures
+        start = prompt.num_resident_blocks if is_same else 0
         predicted = mirror.predict(hashes, estimate.num_prompt_tokens, min(start, len(hashes)))
         resident = predicted // mirror.block_size
-        prompt.resident_as_of, prompt.num_resident_blocks = departures, resident
+        prompt.resident_in, prompt.resident_as_of, prompt.num_resident_blocks = mirror, departures, resident
+        external = self.offload.predict(hashes, estimate.num_prompt_tokens, predicted) if self.offload is not None else None
+        given = predicted + external.num_given_tokens if external is not None and external.num_given_tokens else 0
         return replace(
             estimate,
+            external=external,
+            elsewhere=replace(estimate.elsewhere, offload=max(estimate.elsewhere.offload, given)),
             predicted=None if mirror.is_suspect else predicted,
             num_resident_blocks=resident,
             removed=tuple(map(mirror.was_removed, hashes[resident : estimate.ceiling // mirror.block_size])),
@@ -132,6 +172,22 @@ class CacheBooks:
         if self.mirror.match(estimate.hashes[:stop], start) == stop:
             sent.settled = departures
 
+    def num_resident_tokens(self, prompt: FlatPrompt) -> int | None:
+        """Leading tokens of the prompt that the engine holds, as the mirror says; None without one."""
+        if self.mirror is None:
+            return None
+        is_same = prompt.resident_in is self.mirror and prompt.resident_as_of == self.mirror.departures
+        return self.mirror.predict(prompt.chain.hashes, len(prompt.ids), prompt.num_resident_blocks if is_same else 0)
+
+    def num_known_blocks(self, estimate: Estimate) -> int:
+        """Leading blocks that need not be computed as far as anybody knows: resident, or without a mirror computed before.
+
+        All of the prompt's blocks where the engine does not say how large they are.
+        """
+        if self.mirror is not None:
+            return estimate.num_resident_blocks
+        return estimate.ceiling // self.block_size if self.block_size is not None else len(estimate.hashes)
+
     def computed(self, prompt: FlatPrompt, num_tokens: int) -> None:
         """The engine has computed the first `num_tokens` of the prompt; no more than the last token may be beyond them."""
         ids = prompt.ids
@@ -149,13 +205,48 @@ class CacheBooks:
         """Account for a request that the engine has answered; `computed` holds its prompt and what was generated."""
         hits = self._account(estimate, relation, sent, num_cached_tokens)
         if self.mirror is not None and num_cached_tokens is not None:
-            size = self.mirror.block_size
-            num_blocks = max(0, len(computed.ids) - 1) // size
-            # Also while suspect: a run of right guesses is what ends the suspicion.
-            self.mirror.learn(computed.chain.hashes, num_cached_tokens, estimate.num_resident_blocks * size, num_blocks=num_blocks)
+            self._learn(self.mirror, estimate, num_cached_tokens, computed)
         session.totals.add(hits)
         self.totals.add(hits)
         return hits
+
+    def _learn(self, mirror: Mirror, estimate: Estimate, num_cached_tokens: int, computed: FlatPrompt) -> None:
+        hashes, num_computed = computed.chain.hashes, max(0, len(computed.ids) - 1)
+        guess = estimate.num_resident_blocks * mirror.block_size
+        beyond = max(0, num_cached_tokens - guess) if estimate.external is not None else 0
+        if estimate.external is not None and estimate.predicted is None:
+            beyond = min(beyond, estimate.external.num_tokens)  # a suspect mirror may also know too little of the GPU
+        num_hit_tokens, num_blocks = num_cached_tokens - beyond, num_computed // mirror.block_size
+        if estimate.predicted is not None and num_hit_tokens < guess and not self._is_explained(mirror, estimate, num_hit_tokens):
+            missed = estimate.hashes[num_hit_tokens // mirror.block_size]
+            late = _Overtaken(hashes[:num_blocks], num_hit_tokens, guess, missed, estimate.departures, mirror.num_applied_batches)
+            self._overtaken.append(late)
+        else:  # also while suspect: a run of right guesses is what ends the suspicion
+            mirror.learn(hashes, num_hit_tokens, guess, num_blocks=num_blocks)
+        if self.offload is not None and estimate.external is not None:
+            self.offload.learn(estimate.hashes, estimate.num_prompt_tokens, num_cached_tokens, estimate.external)
+            self.offload.computed(hashes, num_computed, salted=bool(computed.salt))
+
+    @staticmethod
+    def _is_explained(mirror: Mirror, estimate: Estimate, num_hit_tokens: int) -> bool:
+        """Whether the first block that was missed is known to have left since it was promised."""
+        return mirror.removed_since(estimate.hashes[num_hit_tokens // mirror.block_size], estimate.departures)
+
+    def _learn_overtaken(self, mirror: Mirror) -> None:
+        """From answers that were ahead of the events, once those are there or must have been."""
+        while self._overtaken:
+            late = self._overtaken[0]
+            is_due = mirror.num_applied_batches - late.num_batches >= _NUM_LATE_BATCHES
+            if not is_due and not mirror.removed_since(late.missed, late.departures):
+                return
+            self._overtaken.popleft()
+            mirror.learn(late.hashes, late.num_cached_tokens, late.guess)
+
+    def _external(self, estimate: Estimate, num_cached_tokens: int | None) -> int | None:
+        """Of the hit, what the GPU did not hold: the engine reports the sum only. None where that cannot be told."""
+        if estimate.external is None or estimate.predicted is None or num_cached_tokens is None:
+            return None
+        return max(0, num_cached_tokens - estimate.predicted)
 
     def preview(self, estimate: Estimate, relation: Relation) -> TurnHits:
         """The account before the engine has answered: `actual` and `missed` unknown."""
@@ -181,6 +272,8 @@ class CacheBooks:
             in_flight=sent.in_flight - max(actual, sent.in_flight_start),
             elsewhere=replace(estimate.elsewhere, in_flight=sent.in_flight),
             recomputed_tokens=recomputed,
+            external_predicted=None if estimate.external is None or estimate.predicted is None else estimate.external.num_tokens,
+            external=self._external(estimate, num_cached_tokens),
             # What was resident when it was sent, left while it ran and is missing in its count: the count is of the run after that.
             recomputed_in_gap=first < estimate.num_resident_blocks and self._recomputed(estimate, sent, first, first + 1) > 0,
         )
@@ -194,14 +287,15 @@ class CacheBooks:
     def _evicted(self, estimate: Estimate, num_cached_tokens: int | None) -> int | None:
         """Tokens between hit and ceiling that are gone because the first missing block was seen to leave.
 
-        What lies behind that block may still be resident, but without it cannot be reached.
+        What lies behind that block may still be resident, but without it cannot be reached. A block that a mirror in step still holds has
+        left all the same: the announcement is behind the answer.
         """
         if self.mirror is None or num_cached_tokens is None:
             return None
         first = num_cached_tokens // self.mirror.block_size
         behind = first - estimate.num_resident_blocks
         if behind < 0:
-            gone = self.mirror.removed_since(estimate.hashes[first], estimate.departures)
+            gone = estimate.predicted is not None or self.mirror.removed_since(estimate.hashes[first], estimate.departures)
         else:
             gone = behind < len(estimate.removed) and estimate.removed[behind]
         return estimate.ceiling if gone else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import importlib
 import importlib.util
 import inspect
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+import structlog
 import uvloop
 from cyclopts import App, Parameter, validators
 from rich.console import Console
@@ -31,20 +33,24 @@ from agentserve.log import configure_log
 from agentserve.model_commands import app as model_commands
 from agentserve.server import Server
 from agentserve.settings import Settings, environment_name, flag, leaves, load
-from agentserve.web import web_server
+from agentserve.web import most_connections, web_server
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 """Where `make serve` listens and `make replay` looks, unless told otherwise."""
 
 PIPE_WIDTH = 180
+MANY_CONNECTIONS = 10_000
+"""Where so many clients may connect, files do not run out before other things do."""
 
+_log = structlog.get_logger(__name__)
 _console = Console(stderr=True, highlight=False)
 
 
 def serve(settings: Settings) -> None:
     """Serve until stopped. Raises SetupError."""
     configure_log(settings.log_level)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    _raise_open_files()
+    with asyncio.Runner(loop_factory=_event_loop) as runner:
         try:
             runner.run(_serve(settings))
         except asyncio.CancelledError:
@@ -53,7 +59,6 @@ def serve(settings: Settings) -> None:
 
 async def _serve(settings: Settings) -> None:
     listener = _listen(settings.host, settings.port)
-    _raise_open_files()
     task = asyncio.current_task()
     assert task is not None
     # While the engine starts; and after uvicorn, which raises the signal that stopped it once more when it is done.
@@ -77,6 +82,30 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise SetupError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another with --port") from error
     return listener
+
+
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """uvloop, except where files may run out: there libuv resets clients that asyncio leaves waiting until they can be accepted."""
+    limit = most_connections()
+    if limit is None or limit >= MANY_CONNECTIONS:
+        return uvloop.new_event_loop()
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(_UsedUp())
+    return loop
+
+
+class _UsedUp:
+    """Says once a minute that files have run out; asyncio says it up to 2,048 times a second, with a traceback."""
+
+    def __init__(self) -> None:
+        self._quiet_until = 0.0
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if getattr(context.get("exception"), "errno", None) not in (errno.EMFILE, errno.ENFILE):
+            loop.default_exception_handler(context)
+        elif loop.time() >= self._quiet_until:
+            self._quiet_until = loop.time() + 60
+            _log.warning("no files left for new connections, which wait", cure="raise the hard limit of `ulimit -n`")
 
 
 def _raise_open_files() -> None:

@@ -1,4 +1,4 @@
-"""Where a prompt leaves a history, and what kind of difference that is. Kinds, places and counts: never a word of the text.
+"""Where a prompt leaves a history, and what kind of difference that is. Kinds, places, counts and names of tools: never a word of the text.
 
 The ledger keeps digests of what was said and not what was said, so a kind is told from digests and token ids.
 """
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import assert_never
 
+from agentserve.heads import changed_tools, num_equal
 from agentserve.ledger import NOTE, Node, common_ancestor
 from model.conversation import AssistantItem, Item, SystemItem, ToolResultItem, UserItem
 
@@ -54,6 +55,8 @@ class Divergence:
     item_kind: str
     token: int
     lost_tokens: int
+    tools: tuple[str, ...] = ()
+    """Of other tools: the names that came (+), went (-) or changed (~)."""
 
 
 def divergence(history: Node, prompt: Node) -> Divergence | None:
@@ -64,7 +67,7 @@ def divergence(history: Node, prompt: Node) -> Divergence | None:
     old, new = _behind(shared, history), _behind(shared, prompt)
     if shared is None:
         return _of_heads(old[0], new[0], history.end)
-    token = shared.end + (_num_equal_ids(old[0], new[0]) if new else 0)
+    token = shared.end + (num_equal(old[0].ids, new[0].ids) if new else 0)
     item = sum(node.meaning != NOTE for node in old[0].path()) - 1
     return Divergence(_difference(old, new), item, kind_of(old[0].shape), token, history.end - token)
 
@@ -102,9 +105,10 @@ def _behind(shared: Node | None, end: Node) -> list[Node]:
 
 
 def _of_heads(old: Node, new: Node, history_tokens: int) -> Divergence:
-    token = _num_equal_ids(old, new)
-    changed = Difference.TOOLS_CHANGED if old.head.tools != new.head.tools else Difference.SYSTEM_CHANGED
-    return Divergence(changed, 0, kind_of(None), token, history_tokens - token)
+    token = num_equal(old.ids, new.ids)
+    tools = changed_tools(old.head, new.head)
+    changed = Difference.TOOLS_CHANGED if tools else Difference.SYSTEM_CHANGED
+    return Divergence(changed, 0, kind_of(None), token, history_tokens - token, tools)
 
 
 def _difference(old: Sequence[Node], new: Sequence[Node]) -> Difference:
@@ -128,10 +132,3 @@ def _difference(old: Sequence[Node], new: Sequence[Node]) -> Difference:
 
 def _meanings(nodes: Sequence[Node]) -> set[bytes]:
     return {node.meaning for node in nodes[:_MAX_LOOKED_AT]}
-
-
-def _num_equal_ids(one: Node, other: Node) -> int:
-    for index, (left, right) in enumerate(zip(one.ids, other.ids, strict=False)):
-        if left != right:
-            return index
-    return min(len(one.ids), len(other.ids))

@@ -11,8 +11,10 @@
     │   ├── UnsupportedMediaType    415  a body in a form that is not JSON, or a content coding that is not known
     │   └── Unsupported             400  a feature that the engine or the model does not have
     ├── Busy                        429  queue limits reached; carries Retry-After
+    ├── TooManyConnections          503  more connections than files may be open; carries Retry-After
     ├── EngineError                 502  the engine misbehaved
     │   ├── EngineUnavailable       503  not reachable, died, or still starting
+    │   │   └── ConnectionEnded     503  refused, reset or closed before anything had arrived
     │   └── EngineRefused           the engine said no; passed on with its message
     └── SetupError                  the process cannot start: a bad setting, folder, port, child process
 
@@ -102,6 +104,15 @@ class Busy(AgentserveError):
         self.retry_after_seconds = retry_after_seconds
 
 
+class TooManyConnections(AgentserveError):
+    status = 503
+
+    def __init__(self, max_connections: int) -> None:
+        super().__init__(
+            f"This server has its {max_connections} connections, half of the files that it may open: try again soon, or raise `ulimit -n`."
+        )
+
+
 class EngineError(AgentserveError):
     status = 502
     kind = "engine_error"
@@ -109,6 +120,10 @@ class EngineError(AgentserveError):
 
 class EngineUnavailable(EngineError):
     status = 503
+
+
+class ConnectionEnded(EngineUnavailable):
+    pass
 
 
 class EngineRefused(EngineError):

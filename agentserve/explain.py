@@ -43,6 +43,10 @@ EDIT_CURES: Mapping[Difference, str] = {
 """By kind of difference, in place of the general cure of `client_edit`."""
 
 
+MAX_NAMES = 6
+"""Tools that are named in a cell."""
+
+
 class Divergence(msgspec.Struct):
     """As GET /v1/sessions/ID/turns shows it."""
 
@@ -51,6 +55,17 @@ class Divergence(msgspec.Struct):
     item_kind: str
     token: int
     lost_tokens: int
+    tools: tuple[str, ...] = ()
+
+
+class HeadBreak(msgspec.Struct):
+    """As GET /v1/sessions/ID/turns shows it."""
+
+    shared_tokens: int
+    broken_tokens: int
+    line: int | None = None
+    tools: tuple[str, ...] = ()
+    rule: str | None = None
 
 
 class Turn(msgspec.Struct):
@@ -63,8 +78,10 @@ class Turn(msgspec.Struct):
     predicted_tokens: int | None = None
     cached_tokens: int | None = None
     missed_tokens: dict[Cause, int] | None = None
+    external_tokens: int | None = None
     recomputed_tokens: int = 0
     divergence: Divergence | None = None
+    head_break: HeadBreak | None = None
 
 
 class _Turns(msgspec.Struct):
@@ -139,7 +156,9 @@ def show(console: Console, session_id: str, turns: Sequence[Turn]) -> None:
     for turn in turns:
         figures = (turn.prompt_tokens, turn.ceiling_tokens, turn.predicted_tokens, turn.cached_tokens)
         numbers = ["–" if figure is None else f"{figure:,}" for figure in figures]
-        table.add_row(str(turn.number), turn.kind, *numbers, _causes(turn), _place(turn.divergence))
+        if turn.external_tokens:
+            numbers[-1] += f" ({turn.external_tokens:,} offloaded)"
+        table.add_row(str(turn.number), turn.kind, *numbers, _causes(turn), _place(turn))
     console.print(table, markup=False)
     console.print(advice(turns), markup=False, highlight=False, soft_wrap=True)
 
@@ -153,8 +172,27 @@ def _causes(turn: Turn) -> str:
     return ", ".join(parts)
 
 
-def _place(left: Divergence | None) -> str:
+def _place(turn: Turn) -> str:
+    return "; ".join([part for part in (_left(turn.divergence), _broken(turn.head_break)) if part])
+
+
+def _broken(broken: HeadBreak | None) -> str:
+    """Where a head stopped being the one that others share."""
+    if broken is None:
+        return ""
+    where = f"line {broken.line} of the system text" if broken.line is not None else f"its tools ({_names(broken.tools)})"
+    cure = f" (rule {broken.rule} would join them)" if broken.rule else ""
+    return f"a known head is left at {where}: {broken.shared_tokens:,} tokens shared, {broken.broken_tokens:,} behind{cure}"
+
+
+def _names(tools: tuple[str, ...]) -> str:
+    shown = ", ".join(tools[:MAX_NAMES])
+    return shown if len(tools) <= MAX_NAMES else f"{shown} and {len(tools) - MAX_NAMES} more"
+
+
+def _left(left: Divergence | None) -> str:
     if left is None:
         return ""
     item = "head" if left.item == 0 else f"item {left.item} ({left.item_kind})"
-    return f"{item}, token {left.token:,}: {left.difference.value}, {left.lost_tokens:,} lost"
+    tools = f" ({_names(left.tools)})" if left.tools else ""
+    return f"{item}, token {left.token:,}: {left.difference.value}{tools}, {left.lost_tokens:,} lost"

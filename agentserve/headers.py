@@ -31,7 +31,9 @@ def plan_headers(plan: Plan, hits: TurnHits | None = None) -> dict[str, str]:
         "x-agentserve-ceiling-tokens": known.ceiling,
         "x-agentserve-ceiling-block-tokens": known.ceiling_blocks,
         "x-agentserve-predicted-tokens": known.predicted,
+        "x-agentserve-external-predicted-tokens": known.external_predicted,
         "x-agentserve-cached-tokens": known.actual,
+        "x-agentserve-external-tokens": known.external,
     }
     rules = ",".join(f"{rule}={effect.count}" for rule, effect in plan.canonicalised.items())
     return {

@@ -166,6 +166,11 @@ class Ledger:
         heads = self._heads.get(key)
         return heads[0] if heads else None
 
+    def heads(self) -> Iterator[Node]:
+        """The heads that are known, the latest first."""
+        for same in reversed(self._heads.values()):
+            yield from reversed(same)
+
     def follow(self, node: Node, step: Step, owner: str | None = None) -> Node | None:
         """The child of `node` that means the same as `step`: the latest of `owner`, else the latest; None if there is none.
 

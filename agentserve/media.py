@@ -1,4 +1,5 @@
-"""Turns that hold images or other media: the engine's own chat route renders them, as this server knows text only.
+"""Turns that the engine's own chat route renders: those with images or other media, as this server knows text only, or with the chat format
+`passthrough` all of them.
 
 Nothing of such a turn is in the ledger, so it is not exact, has no ceiling and no prediction, and counts in no hit rate. It takes a ticket,
 goes out under its session's name and is aborted when its client leaves, as any other.
@@ -19,9 +20,9 @@ from agentserve.dialects.openai_chat import parse_arguments
 from agentserve.engines import ChatCallPart, ChatChunk, ChatEngine, ChatRequest, Usage
 from agentserve.errors import EngineError, InvalidRequest, Unsupported
 from agentserve.identity import Identity
+from agentserve.replicas import Replicas
 from agentserve.sessions import Namespace, Namespaces, Session, TurnKind
 from agentserve.turns import Outcome, Plan
-from agentserve.waiting import WaitingRoom
 from model.chat import CallArguments, CallStart, Delta, ReasoningDelta, TextDelta
 from model.conversation import AssistantItem, Json, Tool, ToolCall
 from prefix_cache.hits import TurnHits
@@ -40,7 +41,7 @@ class MediaChat:
     def body(self, options: TurnOptions, model: str, salt: str | None) -> bytes:
         """The request's JSON. Raises InvalidRequest and Unsupported."""
         if options.num_choices > 1 or options.logprobs is not None:
-            raise Unsupported("neither n > 1 nor logprobs are supported for messages with media", param="messages")
+            raise Unsupported("neither n > 1 nor logprobs are supported where the engine renders the conversation", param="messages")
         fields: dict[str, Json] = {**options.sampling, "model": model, "messages": self.messages, "stream": True}
         fields["stream_options"] = {"include_usage": True}
         known: dict[str, Json] = {
@@ -157,38 +158,37 @@ def _hits(usage: Usage | None) -> TurnHits:
 
 
 class MediaTurns:
-    """Runs them. One per server; `engine` None: it has no chat route of its own."""
+    """Runs them. One per server."""
 
     def __init__(
         self,
         *,
-        engine: ChatEngine | None,
-        model: str,
+        replicas: Replicas,
         namespaces: Namespaces,
-        room: WaitingRoom,
         clock: Callable[[], float],
         new_id: Callable[[], str],
     ) -> None:
-        self._engine = engine
-        self._model = model
+        self._replicas = replicas
         self._namespaces = namespaces
-        self._room = room
         self._clock = clock
         self._new_id = new_id
 
     @asynccontextmanager
     async def turn(self, chat: MediaChat, options: TurnOptions, identity: Identity, namespace: Namespace) -> AsyncIterator[MediaTurn]:
         """A turn that holds its ticket; everything is given back when the `with` ends."""
-        if self._engine is None:
-            raise Unsupported("messages with media are not supported: the engine has no chat route of its own", param="messages")
-        body = chat.body(options, self._model, namespace.salt)
+        body = chat.body(options, self._replicas.first.engine.info.model, namespace.salt)
         named = Identity(identity.session or chat.name, identity.parent)
         session = namespace.resolve(named, None, self._clock(), self._new_id)
+        replica = self._replicas.home(session)
+        engine = replica.engine
+        if not isinstance(engine, ChatEngine):
+            raise Unsupported("messages with media are not supported: the engine has no chat route of its own", param="messages")
         session.running += 1
         try:
             charge = (options.max_tokens or UNTOLD_ANSWER_TOKENS) + sum(map(_text_tokens, chat.messages))
-            async with self._room.ticket(AdmissionRequest(self._new_id(), session.id, charge, 0)):
-                yield MediaTurn(self._engine, session, ChatRequest(body, session.id))
+            with replica.running(charge):
+                async with replica.room.ticket(AdmissionRequest(self._new_id(), session.id, charge, 0)):
+                    yield MediaTurn(engine, session, ChatRequest(body, session.id))
         finally:
             session.running -= 1
             session.used = self._clock()

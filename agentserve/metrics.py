@@ -8,12 +8,27 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from agentserve.sessions import TurnKind
 from agentserve.turns import Outcome, Plan
 from prefix_cache.hits import Cause
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+
+
+class _Counted(Collector):
+    """A counter that is kept elsewhere."""
+
+    def __init__(self, name: str, help_text: str, read: Callable[[], float]) -> None:
+        self._name, self._help, self._read = name, help_text, read
+
+    def describe(self) -> list[Metric]:
+        return [CounterMetricFamily(self._name, self._help)]
+
+    def collect(self) -> list[Metric]:
+        return [CounterMetricFamily(self._name, self._help, value=self._read())]
 
 
 class Metrics:
@@ -31,12 +46,18 @@ class Metrics:
         self.ceiling_block_tokens = self._counter("ceiling_block_tokens", "The same in whole KV blocks")
         self.predicted_tokens = self._counter("predicted_tokens", "Prompt tokens predicted to be cached, where the mirror is in step")
         self.cached_tokens = self._counter("cached_tokens", "Prompt tokens that the engine took from its cache")
+        self.external_predicted_tokens = self._counter(
+            "external_predicted_tokens", "Prompt tokens that offload tiers were expected to add to the GPU's hit"
+        )
+        self.external_tokens = self._counter("external_tokens", "Cached tokens that came from an offload tier")
         self.known_prompt_tokens = self._counter("known_prompt_tokens", "Prompt tokens of turns whose cached tokens the engine reported")
         self.missed_tokens = self._counter("missed_tokens", "Prompt tokens computed by the engine, by cause", "cause")
         self.canonicalised = self._counter("canonicalised", "Matches of a canonicaliser rule in heads of answered turns", "rule")
         self.canonicalised_characters = self._counter(
             "canonicalised_characters", "Characters that these matches cover: dropped, moved or put in order", "rule"
         )
+        self.divergences = self._counter("divergences", "Turns that left their history, by what the client changed", "difference")
+        self.broken_heads = self._counter("broken_heads", "New heads that left one that is like them, by where they did", "place")
         self.state_loads = self._counter("state_loads", "Questions to Redis about a session, by whether it knew something new", "outcome")
         self.state_saves = self._counter("state_saves", "Sessions written to Redis")
         self.state_failures = self._counter("state_failures", "Calls to Redis that gave nothing, by reason", "reason")
@@ -44,12 +65,27 @@ class Metrics:
             "agentserve_time_to_first_token_seconds", "From request to first generated token", registry=self.registry, buckets=SECONDS
         )
         self.queue = Histogram("agentserve_queue_seconds", "Waiting for a ticket", registry=self.registry, buckets=SECONDS)
+        self.twin_hold = Histogram(
+            "agentserve_twin_hold_seconds",
+            "Waiting for a twin that computes the same head, by how it ended",
+            ("end",),
+            registry=self.registry,
+            buckets=SECONDS,
+        )
         for cause in Cause:
             self.missed_tokens.labels(cause.value)
 
     def watch(self, name: str, help_text: str, read: Callable[[], float]) -> None:
         """Export a gauge that is read at each scrape."""
         Gauge(f"agentserve_{name}", help_text, registry=self.registry).set_function(read)
+
+    def count(self, name: str, help_text: str, read: Callable[[], float]) -> None:
+        """Export a counter that is kept elsewhere and read at each scrape."""
+        self.registry.register(_Counted(f"agentserve_{name}", help_text, read))
+
+    def held(self, seconds: float, was_computed: bool) -> None:
+        """Book a wait for a twin."""
+        self.twin_hold.labels("computed" if was_computed else "limit").observe(seconds)
 
     def answered(self, plan: Plan, outcome: Outcome) -> None:
         """Count a finished turn."""
@@ -69,8 +105,15 @@ class Metrics:
         if hits.actual is not None:
             self.cached_tokens.inc(hits.actual)
             self.known_prompt_tokens.inc(hits.num_prompt_tokens)
+        if hits.external_predicted is not None and hits.external is not None:
+            self.external_predicted_tokens.inc(hits.external_predicted)
+            self.external_tokens.inc(hits.external)
         for cause, tokens in (hits.missed or {}).items():
             self.missed_tokens.labels(cause.value).inc(tokens)
+        if plan.divergence is not None:
+            self.divergences.labels(plan.divergence.difference.value).inc()
+        if plan.head_break is not None:
+            self.broken_heads.labels("tools" if plan.head_break.line is None else "line").inc()
         for rule, effect in plan.canonicalised.items():
             self.canonicalised.labels(rule).inc(effect.count)
             self.canonicalised_characters.labels(rule).inc(effect.num_characters)

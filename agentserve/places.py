@@ -13,6 +13,7 @@ from agentserve.answers import kept_of
 from agentserve.canonical.canonicaliser import NO_FORM, Canonicaliser, Form
 from agentserve.conversation import Conversation
 from agentserve.errors import Unsupported
+from agentserve.heads import MAX_LOOKED_AT, HeadBreak, head_break
 from agentserve.ledger import TWIN, Ledger, Node
 from agentserve.sessions import Session
 from agentserve.state.recall import Recall
@@ -36,7 +37,7 @@ class Place:
 
     `matched` is the last node that was known before, `num_known` the client's messages behind the head up to there. `more`: items of the
     client follow it; `foreign`: an answer that was not given here is among them. `twin_end`: how far the history was known under a head
-    that differs only in what rules that are off would take out, tokens.
+    that differs only in what rules that are off would take out, tokens. `head_break`: where a head that is new leaves one that is known.
     """
 
     node: Node
@@ -47,6 +48,7 @@ class Place:
     more: bool = False
     foreign: bool = False
     twin_end: int = 0
+    head_break: HeadBreak | None = None
     open_ids: Sequence[int] = ()
     owner: str | None = None
 
@@ -122,19 +124,21 @@ class Places:
         if node is None and recall is not None and recall.is_needed(None, conversation.steps(0)):
             await recall.ask(conversation, form.key)
             node = ledger.find_head(form.key)
-        num_encoded, twin_end = 0, 0
+        num_encoded, twin_end, broken = 0, 0, None
         if node is None:
             twin_end = self._twin_end(conversation, ledger, form)
             with _rendering():
                 pieces = self._chat.head(head)
             ids = await self._encode(pieces)
             num_encoded = len(ids)
+            compared = (head, ids, list(islice(ledger.heads(), MAX_LOOKED_AT)), self._canonicaliser)
+            broken = await asyncio.to_thread(head_break, *compared) if is_long else head_break(*compared)
             node = ledger.add_head(head, ids, form.key)
         form = self._canonicaliser.pinned(form, head, node.head)
         ledger.remember(conversation.chain[0], node, form)
         if not self._canonicaliser.is_complete:
             ledger.remember(TWIN + form.alike, node, form)
-        return Place(node, form, node, num_encoded, twin_end=twin_end)
+        return Place(node, form, node, num_encoded, twin_end=twin_end, head_break=broken)
 
     def _follow(self, place: Place, ledger: Ledger, steps: Steps) -> Steps:
         """Go on through known steps; those that are left begin with one that is not known."""

@@ -23,7 +23,7 @@ def ids_json(ids: Sequence[int]) -> bytes:
 class FlatPrompt:
     """Ids from the start of the prompt, as far as `node.end` plus what was added with `extend`. `block_size` in tokens."""
 
-    __slots__ = ("_pieces", "chain", "ids", "node", "num_resident_blocks", "position", "resident_as_of", "salt")
+    __slots__ = ("_pieces", "chain", "ids", "node", "num_resident_blocks", "position", "resident_as_of", "resident_in", "salt")
 
     def __init__(self, block_size: int, salt: bytes = b"") -> None:
         self.node: Node | None = None
@@ -35,6 +35,8 @@ class FlatPrompt:
         self.num_resident_blocks = 0
         """Leading blocks that were resident when the mirror's `departures` were `resident_as_of`."""
         self.resident_as_of: tuple[int, ...] | None = None
+        self.resident_in: object = None
+        """The mirror that said so."""
         # Each piece is at least twice as long as the next, so there are few, and appending copies little.
         self._pieces: list[bytes] = []
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary, ref
 
 from agentserve.divergence import Divergence
+from agentserve.heads import HeadBreak
 from agentserve.sessions import Session, TurnKind
 from prefix_cache.hits import TurnHits
 
@@ -32,6 +33,7 @@ class TurnRecord:
     num_generated_tokens: int
     hits: TurnHits
     divergence: Divergence | None
+    head_break: HeadBreak | None = None
 
 
 class TurnLog:

@@ -13,9 +13,11 @@ from agentserve.engines import Engine
 from agentserve.errors import NotFound, Unauthorized
 from agentserve.media import MediaTurns
 from agentserve.metrics import Metrics
+from agentserve.replicas import Replicas
 from agentserve.sessions import Namespace, Namespaces
 from agentserve.settings import Settings
 from agentserve.turns import Turns
+from model.chat.passthrough import PassThrough
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +25,33 @@ class Server:
     """What the routes work with. `created` in Unix seconds."""
 
     settings: Settings
-    engine: Engine
     turns: Turns
     namespaces: Namespaces
-    books: CacheBooks
     metrics: Metrics
     responses: ResponseStore
     deliveries: Deliveries
     media: MediaTurns
     created: int
+
+    @property
+    def replicas(self) -> Replicas:
+        """The engines, each with what is kept for it."""
+        return self.turns.replicas
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that speaks for all where they are alike: one model, one context length, one block size."""
+        return self.replicas.first.engine
+
+    @property
+    def books(self) -> CacheBooks:
+        """The books of that engine. Ceiling and sums are those of all."""
+        return self.replicas.first.books
+
+    @property
+    def passes_through(self) -> bool:
+        """Whether the engine renders every conversation: then nothing is exact here."""
+        return self.turns.chat.name == PassThrough.name
 
     @property
     def model_name(self) -> str:

@@ -60,6 +60,8 @@ class Session:
     num_turns: int = 0
     num_by_kind: dict[TurnKind, int] = field(default_factory=dict)
     totals: HitTotals = field(default_factory=HitTotals)
+    replica: int | None = None
+    """The engine that it was last on, counted from 0."""
     answers: OrderedDict[str, Node] = field(default_factory=OrderedDict)
     """The ends of its latest turns by the answer's id, for a client that asks what has changed since."""
 
@@ -216,6 +218,11 @@ class Namespaces:
 
     def __iter__(self) -> Iterator[Namespace]:
         return iter(self._by_name.values())
+
+    def sessions(self) -> Iterator[Session]:
+        """Every session that is known."""
+        for namespace in self:
+            yield from namespace.sessions.values()
 
     @property
     def num_sessions(self) -> int:

@@ -29,14 +29,23 @@ class Part(BaseModel):
 
 
 class EngineSettings(Part):
-    url: str | None = Field(None, description="Base URL of a running vLLM; without it the embedded CPU engine is started.")
+    url: str | None = Field(
+        None,
+        description="Base URL of a running vLLM, or with commas of several that are alike; without it the embedded CPU engine is started.",
+    )
     api_key: SecretStr | None = Field(None, description="Bearer token for the engine.")
     model_folder: Path | None = Field(
         None, description="Folder with the served model's tokenizer; default: the folder that the engine names, if it is on this machine."
     )
-    chat_format: str = Field("auto", description="Chat format by name; auto: by the control tokens, else the model's own template.")
-    events: str | None = Field(None, description="ZMQ endpoint of the engine's KV events; the embedded engine sets its own.")
-    events_replay: str | None = Field(None, description="ZMQ endpoint of the engine's KV event replay.")
+    chat_format: str = Field(
+        "auto",
+        description="Chat format by name; auto: by the control tokens, else the model's template; passthrough: the engine renders.",
+    )
+    events: str | None = Field(
+        None,
+        description="ZMQ endpoint of the engine's KV events, of several engines one each; the embedded engine sets its own.",
+    )
+    events_replay: str | None = Field(None, description="ZMQ endpoint of the engine's KV event replay, of several engines one each.")
     events_topic: str = Field("kv-events", description="Topic of the engine's KV events.")
     start_seconds: float = Field(300.0, gt=0, description="How long to wait for the engine to answer at start, seconds.")
     kv_tokens: int = Field(262_144, ge=256, description="KV capacity of the embedded engine, tokens; small values make evictions happen.")
@@ -47,6 +56,9 @@ class EngineSettings(Part):
         "a running one needs the plugin of its own start, and is sent hints unless this is off.",
     )
     max_model_len: int = Field(131_072, ge=256, description="Context length of the embedded engine, tokens (cut to its KV capacity).")
+    tensor_parallel: int = Field(
+        1, ge=1, description="Tensor-parallel ranks of the embedded engine; two are real shards, and slower on a CPU."
+    )
 
 
 class LimitSettings(Part):
@@ -60,6 +72,15 @@ class LimitSettings(Part):
     stored_response_bytes: int = Field(
         256 << 20, ge=0, description="JSON of stored Responses that is kept, bytes; the least recently used go first."
     )
+
+
+class AlignmentSettings(Part):
+    twin_blocks: int = Field(
+        8,
+        ge=0,
+        description="Blocks not yet computed that make two turns twins: the second waits until the first has them; 0: nobody waits.",
+    )
+    twin_seconds: float = Field(10.0, gt=0, description="Longest that a turn waits for its twin, seconds; then it computes on its own.")
 
 
 class SessionSettings(Part):
@@ -77,6 +98,23 @@ class StateSettings(Part):
     )
     timeout_seconds: float = Field(0.05, gt=0, description="Longest that a turn waits for Redis, seconds; then it goes on from memory.")
     ttl_seconds: float = Field(6 * 3600.0, gt=0, description="A stored session without a turn on any server expires after this, seconds.")
+
+
+class OffloadSettings(Part):
+    tier: Literal["off", "lmcache"] = Field(
+        "off",
+        description="lmcache: an LMCache server behind the KV cache. Started beside the embedded engine; with --engine-url, followed.",
+    )
+    bytes: int = Field(1 << 30, ge=1 << 20, description="Memory of the LMCache server that is started, bytes over all ranks.")
+    chunk_tokens: int = Field(
+        256, ge=32, description="Tokens of a chunk, which the tier keeps or loses as one: a multiple of the block size."
+    )
+    url: SecretStr | None = Field(None, description="redis://[user:password@]host[:port] of LMCache's second level; default: memory only.")
+    capacity_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="With --engine-url: memory of an LMCache that does not announce what it evicts, tokens; its LRU is then modelled.",
+    )
 
 
 def _split(value: Any) -> Any:
@@ -114,7 +152,9 @@ class Settings(BaseSettings):
     cache_folder: Path = Field(Path.home() / ".cache" / "agentserve", description="Where the generated nano model is kept.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged (JSON on stderr).")
     engine: EngineSettings = EngineSettings()
+    offload: OffloadSettings = OffloadSettings()
     limits: LimitSettings = LimitSettings()
+    alignment: AlignmentSettings = AlignmentSettings()
     sessions: SessionSettings = SessionSettings()
     state: StateSettings = StateSettings()
     canonicalise: CanonicaliseSettings = CanonicaliseSettings()

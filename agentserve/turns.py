@@ -4,7 +4,7 @@
                 what the canonicaliser took out of the head is told in a note behind the newest message, where it changed
     2  render   only the new items become tokens (long ones off the event loop) and join the branch
     3  predict  what could be a prefix hit, and what the mirror says will be one
-    4  admit    a ticket for what the turn adds; without room the turn waits
+    4  admit    while another turn computes the same head, wait for it; then a ticket for what the turn adds, or a wait without room
     5  generate ids out, ids in; each step is parsed into reasoning, text and tool calls
     6  commit   generated ids join the ledger as they are; hits and miss causes are booked; the ticket goes back
 
@@ -20,24 +20,25 @@ from dataclasses import dataclass, field, replace
 
 from admission.requests import AdmissionRequest
 from agentserve.answers import kept_of
-from agentserve.cache import CacheBooks, Estimate, Sent
+from agentserve.cache import Estimate, Sent
 from agentserve.canonical.canonicaliser import Canonicaliser, Effect
 from agentserve.conversation import Conversation, TurnOptions
 from agentserve.divergence import Divergence, divergence, volatile
-from agentserve.engines import Chunk, Engine, GenerateRequest, Usage
+from agentserve.engines import Chunk, GenerateRequest, Usage
 from agentserve.errors import ContextTooLong, EngineError
+from agentserve.heads import HeadBreak
 from agentserve.identity import Identity
 from agentserve.ledger import Node
 from agentserve.logprobs import LogprobTrail
 from agentserve.places import Place, Places
 from agentserve.prompt import FlatPrompt
 from agentserve.records import TurnLog, TurnRecord
+from agentserve.replicas import Replica, Replicas
 from agentserve.sessions import Namespace, Namespaces, Relation, Session, TurnKind
 from agentserve.state.recall import Recall
 from agentserve.state.stored import StoredSessions
 from agentserve.stops import StopCutter
 from agentserve.tool_rules import sampling_of
-from agentserve.waiting import WaitingRoom
 from model.chat import ChatFormat, Delta, OutputParser, ReasoningDelta
 from model.conversation import AssistantItem
 from model.tokenizer import Tokenizer
@@ -60,6 +61,8 @@ class Plan:
     """Where the client changed its history: messages behind the head that are as they were before."""
     divergence: Divergence | None = None
     """Where the prompt leaves the session's history."""
+    head_break: HeadBreak | None = None
+    """Where a head that is new leaves the known one that is most like it."""
     since: PromptChange | None = None
     """What has changed since the answer that the client names; None if it names none."""
 
@@ -70,6 +73,10 @@ class PromptChange:
 
     found: bool
     divergence: Divergence | None = None
+
+
+_STALE_SECONDS = 0.001
+"""A turn that has queued for longer is estimated again: others have filled the cache and emptied it meanwhile."""
 
 
 @dataclass(slots=True)
@@ -101,6 +108,7 @@ class Turn:
     def __init__(
         self,
         turns: Turns,
+        replica: Replica,
         session: Session,
         namespace: Namespace,
         place: Place,
@@ -111,6 +119,7 @@ class Turn:
         times: Times,
     ) -> None:
         self._turns = turns
+        self._replica = replica
         self._session = session
         self._namespace = namespace
         self._place = place
@@ -132,20 +141,21 @@ class Turn:
             relation.kind,
             estimate.num_prompt_tokens,
             place.num_encoded_tokens,
-            turns.books.preview(estimate, relation),
+            replica.books.preview(estimate, relation),
             place.form.effects,
             place.num_known if relation.kind is TurnKind.EDITED else None,
             _divergence(session, place, relation, estimate),
+            place.head_break,
             _since(namespace, session, place, options.since),
         )
-        self._sent: Sent = turns.books.send(estimate)  # last: from here on there is something to give back
+        self._sent: Sent = replica.books.send(estimate)  # last: from here on there is something to give back
 
     async def deltas(self, stop: tuple[str, ...] = ()) -> AsyncGenerator[list[Delta], None]:
         """What the model says, as it says it; the engine's request is aborted if the iteration is closed early."""
         cutter = StopCutter(stop)
         num_top = self._request.logprobs
         trail = None if num_top is None else LogprobTrail(self._turns.tokenizer, num_top, cut=bool(stop))
-        async with aclosing(self._turns.engine.generate(self._request)) as chunks:
+        async with aclosing(self._chunks()) as chunks:
             async for chunk in chunks:
                 self._take(chunk)
                 parsed = self.parser.feed(chunk.ids) if trail is None else trail.feed(chunk, self.parser)
@@ -164,6 +174,37 @@ class Turn:
         if shown:
             yield shown if trail is None else trail.attach(shown)
 
+    async def _chunks(self) -> AsyncGenerator[Chunk, None]:
+        """The engine's steps. An engine that fails before its first is left for another, as nobody has seen anything yet."""
+        tried: list[Replica] = []
+        while True:
+            started = False
+            try:
+                async with aclosing(self._replica.engine.generate(self._request)) as chunks:
+                    async for chunk in chunks:
+                        if not started:
+                            started = True
+                            self._replica.worked()
+                        yield chunk
+                return
+            except EngineError as error:
+                tried.append(self._replica)
+                if started or error.status < 500:
+                    raise
+                self._replica.failed()
+                other = self._turns.replicas.instead(self._session, self._place_prompt(), tried)
+                if other is None:
+                    raise
+                self._move_to(other)
+
+    def _move_to(self, replica: Replica) -> None:
+        """Let another engine compute the prompt."""
+        self._replica.books.prefilled(self._sent)
+        self._replica.twins.computed(self._request.request_id)
+        self._replica = replica
+        self._estimate = self._turns.estimate(replica, self._session, self._place)
+        self._sent = replica.books.send(self._estimate)
+
     def another(self, number: int) -> Turn:
         """Another answer to the same prompt, the `number`-th; to be made once the engine has computed that. Ends when this turn does."""
         request = self._request
@@ -171,12 +212,13 @@ class Turn:
         if isinstance(seed := sampling.get("seed"), int):
             sampling["seed"] = seed + number  # as vLLM does
         prompt = self._place_prompt()
-        estimate = self._turns.books.estimate(prompt)
+        estimate = self._replica.books.estimate(prompt)
         relation = Relation(TurnKind.RETRY, len(prompt.ids), len(prompt.ids))
         request = replace(request, request_id=self._turns.new_id(), sampling=sampling)
         options = replace(self._options, answer_id=None, since=None)
         now = self._turns.clock()
-        turn = Turn(self._turns, self._session, self._namespace, self._place, relation, estimate, request, options, Times(now, now))
+        where = (self._turns, self._replica, self._session, self._namespace, self._place)
+        turn = Turn(*where, relation, estimate, request, options, Times(now, now))
         self._others.append(turn)
         return turn
 
@@ -184,7 +226,7 @@ class Turn:
         """Commit what was generated before the turn broke off. Does nothing more after a whole turn."""
         for other in self._others:
             other.abandon()
-        self._turns.books.prefilled(self._sent)
+        self._replica.books.prefilled(self._sent)
         if self.outcome is None and self._generated:
             self.parser.finish()
             self._commit(self.parser.item())
@@ -197,7 +239,7 @@ class Turn:
                 stop_reason=chunk.stop_reason if chunk.stop_reason is not None else self._last.stop_reason,
                 usage=chunk.usage or self._last.usage,
             )
-        books = self._turns.books
+        books = self._replica.books
         books.look(self._sent, self._estimate)
         if not self._prefilled and chunk.ids:
             self._prefilled = True
@@ -205,13 +247,11 @@ class Turn:
             books.prefilled(self._sent)
             prompt = self._place_prompt()
             books.computed(prompt, len(prompt.ids))
+            self._replica.twins.computed(self._request.request_id)
 
     def _place_prompt(self) -> FlatPrompt:
         """The session's prompt, brought to where this turn begins."""
-        prompt = self._session.prompt
-        prompt.move_to(self._place.node)
-        prompt.extend(self._place.open_ids)
-        return prompt
+        return self._turns.prompt(self._session, self._place)
 
     def _seen(self, item: AssistantItem) -> tuple[list[int], list[int]]:
         """The generated ids that `item` shows whole, and those of what it shows of the next one."""
@@ -246,9 +286,9 @@ class Turn:
         if rest:
             prompt.extend([*self._place.open_ids, *computed])
         if self._generated:
-            self._turns.books.computed(prompt, len(prompt.ids) - 1)  # the last sampled token has no KV
+            self._replica.books.computed(prompt, len(prompt.ids) - 1)  # the last sampled token has no KV
         num_cached_tokens = usage.num_cached_tokens if usage else None
-        hits = self._turns.books.book(self._session, self._relation, self._estimate, self._sent, num_cached_tokens, prompt)
+        hits = self._replica.books.book(self._session, self._relation, self._estimate, self._sent, num_cached_tokens, prompt)
         self._namespace.totals.add(hits)
         self._session.count_turn(self._relation.kind)
         reason = self._last.finish_reason or "abort"
@@ -271,6 +311,7 @@ class Turn:
             len(self._generated),
             hits,
             self.plan.divergence,
+            self.plan.head_break,
         )
 
 
@@ -278,9 +319,12 @@ def _divergence(session: Session, place: Place, relation: Relation, estimate: Es
     """Where the prompt leaves what its session had, or what was known under a head that differs in volatile content only."""
     if estimate.volatile_tokens:
         return volatile(estimate.ceiling, estimate.volatile_tokens)
-    if relation.kind not in (TurnKind.EDITED, TurnKind.RETRY):
+    if relation.kind in (TurnKind.EDITED, TurnKind.RETRY):
+        history = session.nearest_tip(place.matched)[0]
+    elif relation.kind is TurnKind.INEXACT and session.tip is not None and session.tip.head is not place.node.head:
+        history = session.tip  # under a head that was known before, with what was answered under another
+    else:
         return None
-    history = session.nearest_tip(place.matched)[0]
     return divergence(history, place.node) if history is not None else None
 
 
@@ -300,12 +344,10 @@ class Turns:
     def __init__(
         self,
         *,
-        engine: Engine,
+        replicas: Replicas,
         tokenizer: Tokenizer,
         chat: ChatFormat,
         namespaces: Namespaces,
-        books: CacheBooks,
-        room: WaitingRoom,
         canonicaliser: Canonicaliser,
         clock: Callable[[], float],
         new_id: Callable[[], str],
@@ -313,13 +355,11 @@ class Turns:
         wall_clock: Callable[[], float],
         stored: StoredSessions | None = None,
     ) -> None:
-        self.engine = engine
+        self.replicas = replicas
         self.tokenizer = tokenizer
         self.chat = chat
         self._places = Places(tokenizer, chat, canonicaliser)
         self.namespaces = namespaces
-        self.books = books
-        self.room = room
         self.stored = stored
         self.log = log
         self.clock = clock
@@ -349,13 +389,27 @@ class Turns:
         session.running += 1
         try:
             relation = session.relation(place.matched, more=place.more, foreign=place.foreign)
-            request, estimate = self._request(session, namespace, place, options)
+            replica = self.replicas.place(session, self.prompt(session, place))
+            request, estimate = self._request(replica, session, namespace, place, options)
+            known = replica.books.num_known_blocks(estimate)
+            computed = await replica.twins.wait(estimate.hashes, known)
+            if computed > known:
+                request, estimate = self._request(replica, session, namespace, place, options)
             resident = estimate.predicted or 0
             charge = estimate.num_prompt_tokens - resident + request.max_tokens * options.num_choices
-            async with self.room.ticket(AdmissionRequest(request.request_id, session.id, charge, resident)):
-                times.granted = self.clock()
-                turn = Turn(self, session, namespace, place, relation, estimate, request, options, times)
-                yield turn
+            admission = AdmissionRequest(request.request_id, session.id, charge, resident)
+            start = max(computed, replica.books.num_known_blocks(estimate))
+            queued = self.clock()
+            with (
+                replica.running(estimate.num_prompt_tokens - resident),
+                replica.twins.computing(request.request_id, estimate.hashes, start),
+            ):
+                async with replica.room.ticket(admission):
+                    times.granted = self.clock()
+                    if times.granted - queued > _STALE_SECONDS:
+                        estimate = self.estimate(replica, session, place)
+                    turn = Turn(self, replica, session, namespace, place, relation, estimate, request, options, times)
+                    yield turn
         finally:
             if turn is not None:
                 turn.abandon()
@@ -370,18 +424,30 @@ class Turns:
         namespace.ledger.release(place.node)
         return place.node.end + len(place.open_ids)
 
-    def _request(self, session: Session, namespace: Namespace, place: Place, options: TurnOptions) -> tuple[GenerateRequest, Estimate]:
-        """Step 3, and the request for step 5."""
+    def prompt(self, session: Session, place: Place) -> FlatPrompt:
+        """The session's prompt, brought to where the turn begins."""
         prompt = session.prompt
         prompt.move_to(place.node)
         prompt.extend(place.open_ids)
-        estimate = self.books.estimate(prompt, place.twin_end)
+        return prompt
+
+    def estimate(self, replica: Replica, session: Session, place: Place) -> Estimate:
+        """What is known of the prompt now."""
+        prompt = self.prompt(session, place)
+        return replica.books.estimate(prompt, place.twin_end, other_replica=self.replicas.resident_elsewhere(replica, prompt))
+
+    def _request(
+        self, replica: Replica, session: Session, namespace: Namespace, place: Place, options: TurnOptions
+    ) -> tuple[GenerateRequest, Estimate]:
+        """Step 3, and the request for step 5."""
+        estimate = self.estimate(replica, session, place)
+        prompt = session.prompt
         sampling = sampling_of(options, self.chat, place.node.head.tools)
         request = GenerateRequest(
             request_id=self.new_id(),
             prompt_json=prompt.json,
             num_prompt_tokens=len(prompt.ids),
-            max_tokens=self._max_tokens(len(prompt.ids), options.max_tokens),
+            max_tokens=self._max_tokens(replica, len(prompt.ids), options.max_tokens),
             sampling=sampling.fields,
             session_id=session.id,
             priority=options.priority,
@@ -392,8 +458,9 @@ class Turns:
         )
         return request, estimate
 
-    def _max_tokens(self, num_prompt_tokens: int, wanted: int | None) -> int:
-        room = self.engine.info.max_model_len - num_prompt_tokens
+    def _max_tokens(self, replica: Replica, num_prompt_tokens: int, wanted: int | None) -> int:
+        max_model_len = replica.engine.info.max_model_len
+        room = max_model_len - num_prompt_tokens
         if room < 1:
-            raise ContextTooLong(num_prompt_tokens, self.engine.info.max_model_len)
+            raise ContextTooLong(num_prompt_tokens, max_model_len)
         return room if wanted is None else min(wanted, room)

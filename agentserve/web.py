@@ -8,12 +8,14 @@ reads any more because its request was refused (closed).
 from __future__ import annotations
 
 import asyncio
+import resource
 from typing import ClassVar
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from agentserve.app import build_app
+from agentserve.app import RefuseAll, build_app
+from agentserve.errors import TooManyConnections
 from agentserve.server import Server
 
 KEEP_ALIVE_SECONDS = 620
@@ -21,12 +23,17 @@ KEEP_ALIVE_SECONDS = 620
 MAX_HEAD_BYTES = 1 << 16
 """Request line and headers; above it 431."""
 _AGAIN_SECONDS = 1.0
+_RESERVED_FILES = 64
+"""For what a server holds without any connection, twice over."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
     """One client connection. `arrival_seconds` is the time that a request may take from its first byte to its last."""
 
     arrival_seconds: ClassVar[float] = 30.0
+    max_connections: ClassVar[int | None] = None
+    full: ClassVar[RefuseAll | None] = None
+    """What answers connections beyond these."""
 
     _arrival: asyncio.TimerHandle | None = None
     _in_head = False
@@ -34,6 +41,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
         super().connection_made(transport)
+        if self.full is not None and self.max_connections is not None and len(self.connections) > self.max_connections:
+            self.app = self.full
         # A connection that never asks for anything is idle from the start.
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
@@ -86,11 +95,24 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
 
+def most_connections() -> int | None:
+    """Client connections that can all have a turn: each of those needs one to the engine too. None: files are not limited.
+
+    What is kept back is for connections that are refused, so that they hear of it: a connection that cannot be accepted hears nothing.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY:
+        return None
+    return max(1, (limit - max(_RESERVED_FILES, limit // 4)) // 2)
+
+
 def web_server(server: Server, *, grace_seconds: int = 5) -> uvicorn.Server:
     """uvicorn over `server`; `grace_seconds` are given to running answers when it is told to stop."""
 
     class Protocol(BoundedProtocol):
         arrival_seconds = server.settings.limits.body_seconds
+        max_connections = most_connections()
+        full = None if max_connections is None else RefuseAll(TooManyConnections(max_connections))
 
     config = uvicorn.Config(
         build_app(server),

@@ -8,7 +8,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 from rich.console import Console
 
-from benchmarks import agentx, overhead, turn_cost
+from benchmarks import agentx, cache, offload, overhead, turn_cost
 from benchmarks.capacity import measure as capacity
 from benchmarks.cases import CasesFailed
 from benchmarks.client import BadAnswer
@@ -18,8 +18,10 @@ from benchmarks.report import CACHE_FOLDER, Benchmark, Options, show, write_json
 
 BENCHMARKS: dict[str, Benchmark] = {
     "agentx": agentx.measure,
+    "cache": cache.measure,
     "capacity": capacity.measure,
     "ledger": ledger.measure,
+    "offload": offload.measure,
     "overhead": overhead.measure,
     "turn_cost": turn_cost.measure,
 }
@@ -37,10 +39,10 @@ def run(
         tuple[str, ...], Parameter(help="Servers that take part (repeat the flag); default: those of the benchmark.")
     ] = (),
     cache_folder: Annotated[Path, Parameter(help="Where peers are installed.")] = CACHE_FOLDER,
-    traces: Annotated[Path | None, Parameter(help="Folder of recorded sessions (capacity); default: generated ones.")] = None,
     seeds: Annotated[tuple[int, ...], Parameter(help="Seeds (capacity; repeat the flag); default: those of the benchmark.")] = (),
     blocks: Annotated[int, Parameter(help="KV blocks of the engine (capacity); 0: as the benchmark says.")] = 0,
     url: Annotated[str, Parameter(help="A running server to measure (agentx); empty: one of the benchmark's own.")] = "",
+    traces: Annotated[Path | None, Parameter(help="Recorded sessions (cache, capacity): a file or folder; else generated ones.")] = None,
 ) -> int:
     """Run benchmark NAME."""
     benchmark = BENCHMARKS.get(name)
@@ -48,7 +50,7 @@ def run(
         Console(stderr=True).print(f"no benchmark {name!r}; there are: {', '.join(BENCHMARKS)}")
         return 2
     try:
-        asked = Options(quick, contenders, cache_folder, traces, seeds, blocks, url)
+        asked = Options(quick=quick, contenders=contenders, cache_folder=cache_folder, url=url, traces=traces, seeds=seeds, blocks=blocks)
         result = benchmark(asked)
     except (BadAnswer, CasesFailed, ContenderFailed, ValueError) as error:
         Console(stderr=True).print(str(error), markup=False)

@@ -46,6 +46,7 @@ class ReadyEngine:
     def __init__(self) -> None:
         self.info = EngineInfo("ready", MODEL, 1 << 20, block_size=BLOCK_SIZE, num_blocks=48_945)
         self.url = ""
+        self.num_retries = 0
         self.ready: tuple[int, ...] = ()
 
     async def start(self) -> None:

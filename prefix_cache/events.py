@@ -7,6 +7,8 @@ Field meaning: `vllm/distributed/kv_events.py`.
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -15,12 +17,17 @@ EngineHash: TypeAlias = int | bytes
 """A block's name on the wire: the low 64 bits of the engine's hash as an int, or all of it as bytes."""
 
 
+def flat_ids(ids: Sequence[int]) -> array[int]:
+    """Token ids in 4 bytes each, of which a list takes up to 36: batches may have to wait. Not copied if flat already."""
+    return ids if isinstance(ids, array) else array("I", ids)
+
+
 class BlockStored(msgspec.Struct, tag="BlockStored", gc=False):
-    """Whole blocks entered a cache, in chain order. `token_ids` holds block_size ids for each; tiers other than the GPU send none."""
+    """Whole blocks entered a cache, in chain order. `token_ids` holds block_size ids for each (decoded: flat); other tiers send none."""
 
     block_hashes: list[EngineHash]
     parent_block_hash: EngineHash | None
-    token_ids: list[int]
+    token_ids: Sequence[int]
     block_size: int
     lora_id: int | None = None
     medium: str | None = None
@@ -108,6 +115,17 @@ _KINDS = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
 
 def decode_batch(payload: bytes) -> EventBatch:
     """Decode one message. Raises `MalformedBatch`."""
+    batch = _decode(payload)
+    try:
+        for event in batch.events:
+            if isinstance(event, BlockStored):
+                event.token_ids = flat_ids(event.token_ids)
+    except OverflowError as error:
+        raise MalformedBatch(f"a token id that is none: {error}") from error
+    return batch
+
+
+def _decode(payload: bytes) -> EventBatch:
     for decoder in (_MAP_BATCH, _ARRAY_BATCH):
         try:
             batch = decoder.decode(payload)

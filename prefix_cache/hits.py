@@ -3,7 +3,8 @@
 ceiling          longest prefix already computed by any request of this deployment (unlimited cache, exact tokens)
 ceiling_blocks   the same in whole blocks, at most num_prompt_tokens − 1 (an engine always computes the last token)
 predicted        what the mirror says is resident; None without a mirror
-actual           the engine's num_cached_tokens; None where the engine does not say
+actual           the engine's num_cached_tokens, from the GPU and from offload tiers; None where the engine does not say
+external         of actual, what came from an offload tier; None where that cannot be told
 
 missed = num_prompt_tokens − actual, split into causes that add up to it exactly. Rates are sums over sums.
 """
@@ -33,7 +34,7 @@ class Cause(StrEnum):
     EVICTED = "evicted"
     """It was resident and its removal was announced."""
     OFFLOAD_MISSING = "offload_missing"
-    """Expected in an offload tier, but expired there or not on every rank."""
+    """Given to an offload tier, but not there any more, or not on every rank."""
     OTHER_REPLICA = "other_replica"
     """Resident on a replica that did not get the request."""
     ISOLATION = "isolation"
@@ -61,6 +62,9 @@ class TurnHits:
     """By how much the engine's count lay outside 0 to num_prompt_tokens; seen after preemption, and never passed on."""
     num_recomputed_tokens: int = 0
     """Computed once more by this very request after a preemption. On top of `missed`, where the engine counts its first run only."""
+    external_predicted: int | None = None
+    """What offload tiers were expected to add to `predicted`; None without a tier that is followed."""
+    external: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +76,7 @@ class Elsewhere:
     isolation: int = 0
     """Computed under another salt."""
     offload: int = 0
-    """Expected to come from an offload tier."""
+    """Given to an offload tier, or expected to come from one."""
     other_replica: int = 0
     """Resident at another engine of the deployment."""
 
@@ -95,6 +99,8 @@ def account(
     elsewhere: Elsewhere = NOWHERE,
     recomputed_tokens: int = 0,
     recomputed_in_gap: bool = False,
+    external_predicted: int | None = None,
+    external: int | None = None,
 ) -> TurnHits:
     """Book one request.
 
@@ -131,7 +137,18 @@ def account(
             _behind(num_prompt_tokens, reachable, ceiling, ends, volatile_tokens, max(0, history_tokens - shared_tokens)),
         )
         recomputed_tokens -= missed.get(Cause.RECOMPUTED, 0)
-    return TurnHits(num_prompt_tokens, ceiling, ceiling_blocks, predicted, actual, missed, num_clamped_tokens, recomputed_tokens)
+    return TurnHits(
+        num_prompt_tokens,
+        ceiling,
+        ceiling_blocks,
+        predicted,
+        actual,
+        missed,
+        num_clamped_tokens=num_clamped_tokens,
+        num_recomputed_tokens=recomputed_tokens,
+        external_predicted=external_predicted,
+        external=None if external is None or actual is None else min(external, actual),
+    )
 
 
 def _behind(
@@ -192,12 +209,16 @@ class HitTotals:
     ceiling_blocks: int = 0
     predicted: int = 0
     actual: int = 0
+    external_predicted: int = 0
+    external: int = 0
     missed: dict[Cause, int] = field(default_factory=dict)
     num_clamped_turns: int = 0
     num_recomputed_tokens: int = 0
     _aligned_prompt_tokens: int = 0
     _predicted_prompt_tokens: int = 0
     _actual_prompt_tokens: int = 0
+    _external_predicted_prompt_tokens: int = 0
+    _external_prompt_tokens: int = 0
 
     def add(self, hits: TurnHits) -> None:
         self.num_turns += 1
@@ -214,6 +235,12 @@ class HitTotals:
         if hits.actual is not None:
             self.actual += hits.actual
             self._actual_prompt_tokens += hits.num_prompt_tokens
+        if hits.external_predicted is not None:
+            self.external_predicted += hits.external_predicted
+            self._external_predicted_prompt_tokens += hits.num_prompt_tokens
+        if hits.external is not None:
+            self.external += hits.external
+            self._external_prompt_tokens += hits.num_prompt_tokens
         for cause, tokens in (hits.missed or {}).items():
             self.missed[cause] = self.missed.get(cause, 0) + tokens
 
@@ -232,6 +259,14 @@ class HitTotals:
     @property
     def actual_hit_rate(self) -> float | None:
         return _rate(self.actual, self._actual_prompt_tokens)
+
+    @property
+    def external_predicted_hit_rate(self) -> float | None:
+        return _rate(self.external_predicted, self._external_predicted_prompt_tokens)
+
+    @property
+    def external_hit_rate(self) -> float | None:
+        return _rate(self.external, self._external_prompt_tokens)
 
     @property
     def coverage(self) -> float | None:

@@ -4,21 +4,28 @@ Batches are numbered and applied in the order of their numbers, each once. A gap
 been replayed or given up. Numbers that start again mean that the engine did: then nothing is resident. After a gap that cannot be replayed
 the mirror is *suspect*: it starts empty, and what it does not know may well be resident. Copies of a block are counted one by one, as stock
 vLLM announces them; its opt-in report of mere reuse looks the same and must stay off.
+
+A response can overtake the events of its step, or they can be lost and come by a replay: a miss that contradicts the mirror empties it at
+once, but what it knew is kept in doubt, and comes back if the next events explain the miss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from prefix_cache.blocks import BlockHash
-from prefix_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+from prefix_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event, EventBatch
 from prefix_cache.residency import Residency
 
 FULL_ATTENTION_KINDS = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
 """KV group kinds whose blocks a hit needs from the first token on. None: an engine that does not say has one such group."""
 
 _NUM_REMEMBERED = 1024
+_NUM_BATCHES_IN_DOUBT = 16
+"""After so many batches in order a contradiction counts as unexplained."""
 _NUM_RIGHT_TO_TRUST = 32
 """So many right predictions in a row, and a suspect mirror is trusted again."""
 
@@ -34,6 +41,16 @@ class Gap:
     def ask_from(self) -> int:
         """One before the gap: a batch that we have. If it comes back different, the engine has restarted in between."""
         return max(0, self.start - 1)
+
+
+@dataclass(slots=True)
+class _Doubt:
+    """What was known before a miss of `missed` contradicted it."""
+
+    groups: dict[int | None, Residency]
+    missed: BlockHash
+    was_suspect: bool
+    num_batches: int = 0
 
 
 class Mirror:
@@ -56,12 +73,16 @@ class Mirror:
         self.num_under_predictions = 0
         self.num_over_predictions = 0
         self.num_contradictions = 0
-        """Misses of blocks whose removal was never announced; each empties the mirror."""
+        """Misses of blocks whose removal had not been announced; each empties the mirror, until it is explained."""
+        self.num_explained_contradictions = 0
+        self.on_batch: Callable[[EventBatch], None] | None = None
+        """Called with each batch when it is applied: in order, once. For those who follow other media of the same stream."""
         self._medium = medium
         self._max_blocks = max_blocks
         self._max_held_batches = max_held_batches
         self._groups: dict[int | None, Residency] = {None: Residency(max_blocks)}
         """By KV group index; None until the first event says which one it is."""
+        self._doubts: _Doubt | None = None
         self._next = 0
         self._last_live = -1
         self._num_right = 0
@@ -141,7 +162,15 @@ class Mirror:
 
     def match(self, hashes: Sequence[BlockHash], start: int = 0) -> int:
         """Leading blocks of `hashes` that are resident in every group; the first `start` are taken as resident."""
-        return min(group.match(hashes, start) for group in self._groups.values())
+        groups = self._groups.values()
+        if len(groups) == 1:  # nearly always
+            (group,) = groups
+            return group.match(hashes, start)
+        return min([group.match(hashes, start) for group in groups])
+
+    def resident_hashes(self) -> set[BlockHash]:
+        """All blocks that are resident in every group, whatever is before them. Costs a walk: for tests and reports."""
+        return set.intersection(*(group.resident_hashes() for group in self._groups.values()))
 
     @property
     def departures(self) -> tuple[int, ...]:
@@ -190,13 +219,16 @@ class Mirror:
             if self._num_right >= _NUM_RIGHT_TO_TRUST:
                 self.is_suspect = False
         for group in self._groups.values():
-            group.learn(hashes[num_known_blocks:num_blocks], hashes[num_hit_blocks - 1] if num_hit_blocks else None)
+            group.learn(hashes, num_known_blocks, num_blocks, hashes[num_hit_blocks - 1] if num_hit_blocks else None)
 
     def _doubt(self, missed: Sequence[BlockHash]) -> None:
         """A block was missed that we held for resident. Unless events are on their way, the engine dropped blocks without a word."""
         if self.gap is None and any(group.contradicts(block_hash) for group in self._groups.values() for block_hash in missed):
             self.num_contradictions += 1
+            known = _Doubt(self._groups, missed[0], self.is_suspect)
+            self._groups = {index: Residency(self._max_blocks, group.num_departures + 1) for index, group in self._groups.items()}
             self._suspect()
+            self._doubts = known
 
     def _is_restart(self, seq: int, batch: EventBatch, *, replayed: bool) -> bool:
         known = self._applied.get(seq)
@@ -223,6 +255,7 @@ class Mirror:
         self._clear(announced=False)
 
     def _clear(self, *, announced: bool) -> None:
+        self._doubts = None
         for group in self._groups.values():
             group.clear(announced=announced)
 
@@ -239,15 +272,45 @@ class Mirror:
             del self._applied[next(iter(self._applied))]
         self.num_applied_batches += 1
         self.num_ignored_events += batch.num_unknown_events
-        for event in batch.events:
-            if isinstance(event, BlockStored):
-                self._store(event)
-            elif isinstance(event, BlockRemoved):
-                self._remove(event)
-            elif isinstance(event, AllBlocksCleared):
-                self.num_clears += 1
-                self._clear(announced=True)
-                self.is_suspect = False
+        if self.on_batch is not None:
+            self.on_batch(batch)
+        self._take(batch)
+        if self._doubts is not None:
+            self._weigh(self._doubts, batch)
+
+    def _weigh(self, doubts: _Doubt, batch: EventBatch) -> None:
+        """Whether `batch` explains the miss that put `doubts` in doubt: then what was known is known again."""
+        guessed, self._groups = self._groups, doubts.groups
+        num_ignored = self.num_ignored_events
+        self._take(batch)
+        self.num_ignored_events = num_ignored
+        doubts.num_batches += self.gap is None
+        if not any(group.contradicts(doubts.missed) for group in doubts.groups.values()):
+            self.num_explained_contradictions += 1
+            for index, group in doubts.groups.items():  # positions of before and of meanwhile hold no longer
+                group.num_departures = max(group.num_departures, guessed[index].num_departures if index in guessed else 0) + 1
+            self.is_suspect = doubts.was_suspect
+            self._doubts = None
+            return
+        self._groups = guessed
+        if doubts.num_batches >= _NUM_BATCHES_IN_DOUBT:
+            self._doubts = None
+
+    def _take(self, batch: EventBatch) -> None:
+        for kind, events in itertools.groupby(batch.events, type):
+            if issubclass(kind, BlockRemoved):
+                self._remove(cast("Iterator[BlockRemoved]", events))
+            else:
+                for event in events:
+                    self._enter(event)
+
+    def _enter(self, event: Event) -> None:
+        if isinstance(event, BlockStored):
+            self._store(event)
+        elif isinstance(event, AllBlocksCleared):
+            self.num_clears += 1
+            self._clear(announced=True)
+            self.is_suspect = False
 
     def _store(self, event: BlockStored) -> None:
         if event.kv_cache_spec_kind not in FULL_ATTENTION_KINDS or event.medium not in (None, self._medium):
@@ -264,9 +327,18 @@ class Mirror:
             self._groups[index] = group
         group.store(event)
 
-    def _remove(self, event: BlockRemoved) -> None:
-        group = self._groups.get(event.group_idx or 0)
-        if group is None or event.medium not in (None, self._medium):
-            self.num_ignored_events += 1
-            return
-        group.remove(event.block_hashes)
+    def _remove(self, events: Iterator[BlockRemoved]) -> None:
+        """An engine that makes room announces each block by an event of its own: what follows one another leaves at once."""
+        gone: dict[int, list[EngineHash]] = {}
+        medium = self._medium
+        for event in events:
+            if event.medium is None or event.medium == medium:
+                gone.setdefault(event.group_idx or 0, []).extend(event.block_hashes)
+            else:
+                self.num_ignored_events += 1
+        for index, names in gone.items():
+            group = self._groups.get(index)
+            if group is None:
+                self.num_ignored_events += len(names)
+            else:
+                group.remove(names)

@@ -1,11 +1,12 @@
 """The blocks of one KV group that are resident in one tier, under two names: the engine's hash and our own `BlockHash`.
 
 Ours is computed from the event's parent and token ids, so a prompt's blocks can be looked up without knowing how the engine hashes.
-Everything is flat dicts and sets, moved in batches: most store events are all new blocks, most removals are of known ones.
+Blocks stand in `runs`; what is beside them here is small or rare.
 """
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Sequence
 from typing import TypeVar
@@ -14,13 +15,14 @@ import msgspec
 import xxhash
 
 from prefix_cache.blocks import TOKEN_BYTES, BlockHash, chain_hashes, root_hash
-from prefix_cache.events import BlockStored, EngineHash
+from prefix_cache.events import BlockStored, EngineHash, flat_ids
+from prefix_cache.runs import NAME_BYTES, Run, Runs
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 
-_UNRESOLVED = b""
-"""Stands for our hash where the chain up to the root is not known (yet)."""
+_MIN_REMEMBERED_REMOVALS = 4096
+_NAME_MASK = (1 << 8 * NAME_BYTES) - 1
 _MAX_ORPHANS = 1024
 _MAX_SIBLINGS = 16
 _MAX_ANCHORS = 64
@@ -36,133 +38,163 @@ class Residency:
         "_limit",
         "_orphans",
         "_removed",
-        "_resident",
-        "_resolved",
+        "_runs",
         "num_departures",
         "num_dropped_blocks",
     )
 
-    def __init__(self, max_blocks: int) -> None:
+    def __init__(self, max_blocks: int, num_departures: int = 0) -> None:
         self._limit = max_blocks
-        self._resident: dict[EngineHash, BlockHash] = {}
-        self._resolved: set[BlockHash] = set()
-        self._copies: dict[EngineHash, int] = {}
-        """Copies beyond the first."""
+        self._runs = Runs()
+        self._copies: dict[int, int] = {}
+        """Copies beyond the first, by name."""
         self._learned: dict[BlockHash, None] = {}
         """Known from usage, not from events: we cannot tell when these leave."""
         self._anchors: dict[BlockHash, None] = {}
         """Ends of hits that usage confirmed: where an unknown parent may belong."""
-        self._orphans: dict[EngineHash, list[BlockStored]] = {}
+        self._orphans: dict[int, list[BlockStored]] = {}
         """Stored blocks by the parent that is missing."""
         self._removed: dict[BlockHash, int] = {}
-        """Latest removals, the newest last, by `num_departures` then; a block stays in when it is stored again."""
+        """Latest removals, the newest last: twice the `num_departures` of then, and 1 more for a block that has come back."""
         self.num_dropped_blocks = 0
-        self.num_departures = 0
+        self.num_departures = num_departures
         """Times that blocks may have left; as long as it stands still, what matched once still does."""
 
     @property
     def num_blocks(self) -> int:
         """Different resident blocks that the engine announced, with those that cannot be matched."""
-        return len(self._resident)
+        return self._runs.num_blocks
 
     @property
     def num_unresolved_blocks(self) -> int:
         """Resident blocks whose prefix is not known; they never match."""
-        return len(self._resident) - len(self._resolved)
+        return self._runs.num_unresolved
 
     def store(self, event: BlockStored) -> None:
         """Take in the blocks of one event."""
-        hashes = event.block_hashes
-        parent = self._parent_hash(event)
+        names = _names(event.block_hashes)
+        if not names:
+            return
+        at = self._runs.find(_name(event.parent_block_hash)) if event.parent_block_hash is not None else None
+        parent = self._parent_hash(event, at)
         if parent is None:
-            self._enter(hashes, [_UNRESOLVED] * len(hashes))
+            self._enter_unresolved(names)
             self._adopt_later(event)
             return
-        ours = _block_hashes(event, parent)
-        if len(ours) != len(hashes):
-            ours = [_UNRESOLVED] * len(hashes)
-        self._enter(hashes, ours)
-        if self._orphans and ours[:1] != [_UNRESOLVED]:
-            self._resolve_children(list(zip(hashes, ours, strict=True)))
+        hashes = _block_hashes(event, parent)
+        if len(hashes) != len(names):
+            self._enter_unresolved(names)
+            return
+        self._enter(names, hashes, at)
+        if self._orphans:
+            self._resolve_children(list(zip(names, hashes, strict=True)))
 
     def remove(self, hashes: Sequence[EngineHash]) -> None:
         """One copy of each leaves; blocks that were never announced are ignored."""
         self.num_departures += 1
-        for name in hashes:
-            if name in self._copies:
-                self._copies[name] -= 1
-                if not self._copies[name]:
-                    del self._copies[name]
-                continue
-            block_hash = self._resident.pop(name, _UNRESOLVED)
-            if block_hash:
-                self._resolved.discard(block_hash)
-                self._learned.pop(block_hash, None)
-                self._removed.pop(block_hash, None)
-                self._removed[block_hash] = self.num_departures
-        _trim(self._removed, self._limit)
+        names = _names(hashes)
+        if self._copies:
+            names = [name for name in names if not self._remove_copy(name)]
+        for gone in self._runs.take(names):
+            self._note_removed(gone)
+        _trim(self._removed, self._max_removed)
 
     def clear(self, *, announced: bool) -> None:
         """Forget all blocks. `announced`: the engine said that they are gone, so they count as removed; else nothing is known of them."""
         self.num_departures += 1
         if announced:
-            self._removed.update(dict.fromkeys(self._resolved, self.num_departures))
-            self._removed.update(dict.fromkeys(self._learned, self.num_departures))
-            _trim(self._removed, self._limit)
+            self._removed.update(dict.fromkeys(self._runs.hashes, 2 * self.num_departures))
+            self._removed.update(dict.fromkeys(self._learned, 2 * self.num_departures))
+            _trim(self._removed, self._max_removed)
         else:
             self._removed.clear()
-        for known in (self._resident, self._resolved, self._copies, self._learned, self._anchors, self._orphans):
+        self._runs.clear()
+        for known in (self._copies, self._learned, self._anchors, self._orphans):
             known.clear()
 
     def match(self, hashes: Sequence[BlockHash], start: int = 0) -> int:
         """How many of `hashes` are resident from the first on, in blocks; those before `start` are taken as resident."""
-        resolved, learned = self._resolved, self._learned
-        for index in range(start, len(hashes)):
-            if hashes[index] not in resolved and hashes[index] not in learned:
-                return index
-        return max(start, len(hashes))
+        index, stop = start, len(hashes)
+        heads, learned = self._runs.heads, self._learned
+        if 0 < start < stop and hashes[start] not in heads and hashes[start] not in learned:
+            index = 0  # it may stand inside a run that begins before it
+        while index < stop:
+            run = heads.get(hashes[index])
+            if run is not None:
+                index += run.num_equal(hashes, index)
+            elif index < start or hashes[index] in learned:
+                index += 1
+            else:
+                break
+        return max(start, index)
+
+    def resident_hashes(self) -> set[BlockHash]:
+        """Blocks that the engine announced and those known from usage."""
+        return {*self._runs.hashes, *self._learned}
 
     def was_removed(self, block_hash: BlockHash) -> bool:
         """Whether it was resident, is not now, and the engine announced that."""
-        return block_hash in self._removed and block_hash not in self._resolved
+        removal = self._removed.get(block_hash)
+        return removal is not None and not removal & 1
 
     def removed_since(self, block_hash: BlockHash, num_departures: int) -> bool:
         """Whether its removal was announced after there had been `num_departures`, also if it has been stored again."""
-        return self._removed.get(block_hash, -1) > num_departures
+        return self._removed.get(block_hash, -1) >> 1 > num_departures
 
     def num_returned_since(self, hashes: Sequence[BlockHash], num_departures: int) -> int:
         """How many of `hashes` left after there had been `num_departures`, and are back."""
-        removed, resolved = self._removed, self._resolved
-        return sum(removed.get(block_hash, -1) > num_departures and block_hash in resolved for block_hash in hashes)
+        return sum(self.removed_since(block_hash, num_departures) and self._runs.holds(block_hash) for block_hash in hashes)
 
     def contradicts(self, block_hash: BlockHash) -> bool:
         """Whether a miss of this block proves us wrong: announced as resident, and never as removed."""
-        return block_hash in self._resolved and block_hash not in self._removed
+        return block_hash not in self._removed and self._runs.holds(block_hash)
 
-    def learn(self, hashes: Sequence[BlockHash], last_hit: BlockHash | None) -> None:
-        """A finished request computed or reused `hashes`; `last_hit` was the last block that it reused."""
-        for block_hash in hashes:
-            if block_hash not in self._resolved and block_hash not in self._removed:
-                self._learned[block_hash] = None
+    def learn(self, hashes: Sequence[BlockHash], start: int, stop: int, last_hit: BlockHash | None) -> None:
+        """A finished request computed or reused `hashes[start:stop]` of its prompt; `last_hit` was the last block that it reused."""
+        index = 0
+        while index < stop:
+            run = self._runs.heads.get(hashes[index])
+            if run is not None:
+                index += run.num_equal(hashes, index)
+                continue
+            if index >= start and hashes[index] not in self._removed:
+                self._learned[hashes[index]] = None
+            index += 1
         _trim(self._learned, self._limit)
         if last_hit is not None:
             self._anchors[last_hit] = None
             _trim(self._anchors, _MAX_ANCHORS)
         for parent in list(self._orphans):
-            event = self._orphans[parent][0]
-            anchor = self._find_anchor(event)
+            events = self._orphans.get(parent)  # one that was entered before may have resolved this one
+            anchor = self._find_anchor(events[0]) if events else None
             if anchor is not None:
                 self._enter_parent(parent, anchor)
 
-    def _parent_hash(self, event: BlockStored) -> BlockHash | None:
+    @property
+    def _max_removed(self) -> int:
+        return min(self._limit, max(_MIN_REMEMBERED_REMOVALS, self._limit // 4))
+
+    def _remove_copy(self, name: int) -> bool:
+        num_copies = self._copies.pop(name, 0)
+        if num_copies > 1:
+            self._copies[name] = num_copies - 1
+        return num_copies > 0
+
+    def _note_removed(self, gone: Sequence[BlockHash]) -> None:
+        removed, mark = self._removed, 2 * self.num_departures
+        if not removed.keys().isdisjoint(gone):
+            for block_hash in gone:
+                removed.pop(block_hash, None)  # the newest stand last
+        removed.update(dict.fromkeys(gone, mark))
+
+    def _parent_hash(self, event: BlockStored, at: tuple[Run, int] | None) -> BlockHash | None:
         if event.parent_block_hash is None:
             return root_hash(_salt(event), (event.lora_name or "").encode())
-        known = self._resident.get(event.parent_block_hash)
-        if known:
-            return known
+        if at is not None and at[0].hashes:
+            return at[0].hash_at(at[1])
         anchor = self._find_anchor(event)
         if anchor is not None:
-            self._enter_parent(event.parent_block_hash, anchor)
+            self._enter_parent(_name(event.parent_block_hash), anchor)
         return anchor
 
     def _find_anchor(self, event: BlockStored) -> BlockHash | None:
@@ -173,58 +205,116 @@ class Residency:
                 return anchor
         return None
 
-    def _enter_parent(self, name: EngineHash, block_hash: BlockHash) -> None:
-        self._resident.pop(name, None)
-        self._enter([name], [block_hash])
+    def _enter_parent(self, name: int, block_hash: BlockHash) -> None:
+        for _ in self._runs.take([name]):
+            pass
+        self._enter([name], [block_hash], None)
         self._resolve_children([(name, block_hash)])
 
-    def _enter(self, names: Sequence[EngineHash], ours: Sequence[BlockHash]) -> None:
-        resident = self._resident
-        if resident.keys().isdisjoint(names) and len(set(names)) == len(names):
-            resident.update(zip(names, ours, strict=True))
-        else:
-            for name, block_hash in zip(names, ours, strict=True):
-                if name in resident:
-                    self._copies[name] = self._copies.get(name, 0) + 1
-                if block_hash or name not in resident:
-                    resident[name] = block_hash
-        self._resolved.update(ours)
-        self._resolved.discard(_UNRESOLVED)
-        if not self._learned.keys().isdisjoint(ours):
-            for block_hash in ours:
-                self._learned.pop(block_hash, None)
-        while len(resident) > self._limit:
-            oldest = next(iter(resident))
-            self._resolved.discard(resident.pop(oldest))
-            self._copies.pop(oldest, None)
-            self.num_dropped_blocks += 1
+    def _enter(self, names: Sequence[int], hashes: Sequence[BlockHash], at: tuple[Run, int] | None) -> None:
+        """Blocks of one chain enter, the first behind `at`. Those that stand here already are copies."""
+        index, known = 0, self._standing(hashes, 0, at)
+        while index < len(names):
+            if known is not None:
+                index += self._copy(names, hashes, index, *known)
+            else:
+                stop = self._next_standing(hashes, index + 1)
+                self._enter_new(names[index:stop], hashes[index:stop], at)
+                index = stop
+            known, at = self._standing(hashes, index, None), None
+        over = self._runs.num_blocks - self._limit
+        if over > 0:
+            self.num_dropped_blocks += over
             self.num_departures += 1
+            for _ in self._runs.drop_oldest(over):
+                pass
+
+    def _standing(self, hashes: Sequence[BlockHash], index: int, at: tuple[Run, int] | None) -> tuple[Run, int] | None:
+        """Run and index of a block behind `at`, or at the head of a run."""
+        if index == len(hashes):
+            return None
+        if at is not None and at[0].hash_at(at[1] + 1) == hashes[index]:
+            return at[0], at[1] + 1
+        run = self._runs.heads.get(hashes[index])
+        return (run, 0) if run is not None else None
+
+    def _next_standing(self, hashes: Sequence[BlockHash], index: int) -> int:
+        """Where the next run begins whose blocks stand here already."""
+        if not self._runs.has_heads(hashes[index:]):
+            return len(hashes)
+        return next(place for place in range(index, len(hashes)) if hashes[place] in self._runs.heads)
+
+    def _copy(self, names: Sequence[int], hashes: Sequence[BlockHash], index: int, run: Run, place: int) -> int:
+        """Count copies from `index` on, which stand in `run` from `place` on; how many blocks those are."""
+        num_blocks = 0
+        while index + num_blocks < len(names) and run.hash_at(place + num_blocks) == hashes[index + num_blocks]:
+            name = names[index + num_blocks]
+            if run.name_at(place + num_blocks) == name:
+                self._copies[name] = self._copies.get(name, 0) + 1
+            else:  # the engine calls the block by another name now
+                self._runs.rename(run, place + num_blocks, name)
+            num_blocks += 1
+        return num_blocks
+
+    def _enter_new(self, names: Sequence[int], hashes: Sequence[BlockHash], at: tuple[Run, int] | None) -> None:
+        if self._runs.num_unresolved:
+            self._count_unresolved(names)
+        self._runs.append(names, hashes, at)
+        if self._learned and not self._learned.keys().isdisjoint(hashes):
+            for block_hash in hashes:
+                self._learned.pop(block_hash, None)
+        if not self._removed.keys().isdisjoint(hashes):
+            for block_hash in hashes:
+                if block_hash in self._removed:
+                    self._removed[block_hash] |= 1
+
+    def _count_unresolved(self, names: Sequence[int]) -> None:
+        """Blocks that stand here without our hash come again with it: what stood is a copy of what comes."""
+        waiting = self._runs.among(names, unresolved=True)
+        for _ in self._runs.take(list(waiting)):
+            pass
+        for name in waiting:
+            self._copies[name] = self._copies.get(name, 0) + 1
+
+    def _enter_unresolved(self, names: Sequence[int]) -> None:
+        held = self._runs.among(names)
+        for name in held:
+            self._copies[name] = self._copies.get(name, 0) + 1
+        new = [name for name in names if name not in held]
+        if new:
+            self._runs.append(new, ())
 
     def _adopt_later(self, event: BlockStored) -> None:
         assert event.parent_block_hash is not None
-        siblings = self._orphans.setdefault(event.parent_block_hash, [])
+        siblings = self._orphans.setdefault(_name(event.parent_block_hash), [])
         siblings.append(event)
         del siblings[:-_MAX_SIBLINGS]
         _trim(self._orphans, _MAX_ORPHANS)
 
-    def _resolve_children(self, parents: list[tuple[EngineHash, BlockHash]]) -> None:
+    def _resolve_children(self, parents: list[tuple[int, BlockHash]]) -> None:
         """Resolve the orphans below `parents`, and theirs."""
         while parents:
             parent_name, parent = parents.pop()
             for event in self._orphans.pop(parent_name, ()):
-                children = list(zip(event.block_hashes, _block_hashes(event, parent), strict=False))
-                for name, block_hash in children:
-                    if self._resident.get(name) == _UNRESOLVED:
-                        self._resident[name] = block_hash
-                        self._resolved.add(block_hash)
-                        self._learned.pop(block_hash, None)
+                children = list(zip(_names(event.block_hashes), _block_hashes(event, parent), strict=False))
+                self._resolve(children)
                 parents += children
+
+    def _resolve(self, blocks: Sequence[tuple[int, BlockHash]]) -> None:
+        """The blocks of a chain whose hashes are known now; those that have left meanwhile stay away."""
+        waiting = self._runs.among([name for name, _ in blocks], unresolved=True)
+        for _ in self._runs.take(list(waiting)):
+            pass
+        for is_waiting, group in itertools.groupby(blocks, lambda block: block[0] in waiting):
+            if is_waiting:
+                names, hashes = zip(*group, strict=True)
+                self._enter(names, hashes, None)
 
 
 def _block_hashes(event: BlockStored, parent: BlockHash) -> list[BlockHash]:
     """Our hashes of the event's blocks below `parent`. What else the engine hashed (images, embeddings) is mixed in and so isolates."""
-    token_bytes = array("I", event.token_ids).tobytes()
-    keys = [_other_keys(event, index) for index in range(len(event.extra_keys or ()))]
+    token_bytes = flat_ids(event.token_ids).tobytes()
+    keys = [_other_keys(event, index) for index in range(len(event.extra_keys or ()))] if event.extra_keys and any(event.extra_keys) else []
     if not any(keys):
         return chain_hashes(parent, token_bytes, event.block_size)
     step = event.block_size * TOKEN_BYTES
@@ -254,7 +344,20 @@ def _without_adapter(event: BlockStored, index: int) -> list[object]:
     return keys[1:] if event.lora_name and keys[:1] == [event.lora_name] else keys
 
 
+def _names(hashes: Sequence[EngineHash]) -> Sequence[int]:
+    try:
+        return array("Q", hashes)  # type: ignore[arg-type]  # what is no int raises
+    except (TypeError, OverflowError):
+        return [_name(name) for name in hashes]
+
+
+def _name(name: EngineHash) -> int:
+    """The engine's hash in 64 bits: what it sends by default is the low end of the long form."""
+    return name & _NAME_MASK if isinstance(name, int) else int.from_bytes(name[-NAME_BYTES:], "big")
+
+
 def _trim(known: dict[_Key, _Value], limit: int) -> None:
-    """Drop the oldest entries beyond `limit`."""
-    while len(known) > limit:
-        del known[next(iter(known))]
+    """Drop the oldest entries beyond `limit`; of long tables many at once, as the way to the oldest leads over those dropped before."""
+    if len(known) > limit + limit // 8:
+        for key in list(itertools.islice(known, len(known) - limit)):
+            del known[key]

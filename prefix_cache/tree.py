@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
@@ -47,8 +47,7 @@ class _Root(_Node):
         self.namespace = namespace
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
+class Position(NamedTuple):
     """A place in the tree, `num_tokens` deep. It outlives splits; where its tokens were forgotten it means what is left of them.
 
     With a smaller `num_tokens` it is the place that far along the same sequence.
@@ -121,6 +120,8 @@ class PrefixTree:
     def surviving(self, position: Position) -> Position:
         """`position`, or the deepest ancestor of it that has not been forgotten."""
         node, depth = position.node, position.num_tokens
+        if node.parent is not None and not node.is_forgotten and depth > node.start:
+            return position
         while node.parent is not None and (node.is_forgotten or depth <= node.start):
             depth = min(depth, node.start)
             node = node.parent

@@ -26,7 +26,7 @@ def starts_with(later: LoggedRequest, earlier: LoggedRequest) -> bool:
 
 def assert_nothing_is_held(served: Served) -> None:
     """Nothing of a finished turn is left: no ticket, no running turn; every leaf of the ledger is some session's tip."""
-    assert wait_until(lambda: served.server.turns.room.num_tickets == 0, seconds=2)
+    assert wait_until(lambda: served.server.replicas.num_tickets == 0, seconds=2)
     for namespace in served.server.namespaces:
         namespace.ledger.check_integrity()
         assert all(session.running == 0 for session in namespace.sessions.values())

@@ -35,7 +35,9 @@ def serving(engine_url: str, model_folder: Path, **settings: Any) -> Iterator[Se
     flags: dict[tuple[str, ...], Any] = {("engine", "url"): engine_url, ("engine", "model_folder"): model_folder, ("log_level",): "warning"}
     for name, value in settings.items():
         group, _, rest = name.partition("_")
-        flags[(group, rest) if group in ("engine", "limits", "sessions", "state", "canonicalise") else (name,)] = value
+        flags[(group, rest) if group in ("engine", "offload", "limits", "alignment", "sessions", "state", "canonicalise") else (name,)] = (
+            value
+        )
     started = threading.Event()
     outcome: list[Served | BaseException] = []
     stop: list[uvicorn.Server] = []

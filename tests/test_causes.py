@@ -84,7 +84,7 @@ def scripted(renderer: FormatRenderer, model_folder: Path, kv: KvModel, **settin
 @pytest.mark.anyio
 async def test_a_twin_that_is_sent_while_its_head_is_computed_misses_it_in_flight(renderer: FormatRenderer, model_folder: Path) -> None:
     kv = KvModel(num_blocks=4096, block_size=BLOCK, prefill_tokens_per_second=2000, max_num_batched_tokens=BLOCK)
-    with scripted(renderer, model_folder, kv) as (_, served):
+    with scripted(renderer, model_folder, kv, alignment_twin_blocks=0) as (_, served):  # else the twin would wait
         first = asyncio.create_task(chat(served.url, [HEAD, user("first " * 30)], stream=False))
         await asyncio.sleep(0.1)
         twin = await chat(served.url, [HEAD, user("second " * 30)], stream=False)
@@ -144,6 +144,26 @@ async def test_what_a_preempted_turn_computes_twice_is_told(renderer: FormatRend
         assert "recomputed_tokens" not in calm.usage["agentserve"]
 
 
+@pytest.mark.anyio
+async def test_a_turn_that_queued_is_predicted_as_the_cache_is_when_it_leaves_the_queue(
+    renderer: FormatRenderer, model_folder: Path
+) -> None:
+    kv = KvModel(num_blocks=64, block_size=BLOCK, prefill_tokens_per_second=3000)
+    with scripted(renderer, model_folder, kv, limits_running_turns=1) as (upstream, served):
+        mine = user("mine " * 600)
+        first = await chat(served.url, [mine], stream=False)
+        upstream.script(Script(say="word " * 20, itl_seconds=0.05))
+        asked = [[user("hold the engine")], [user("other " * 600)], [mine, first.message, user("on")]]
+        turns = []
+        for messages in asked:  # the last one queues behind the one that takes its blocks
+            turns.append(asyncio.create_task(chat(served.url, messages, stream=False)))
+            await asyncio.sleep(0.1)
+        *_, later = await asyncio.gather(*turns)
+        assert later.usage is not None
+        assert later.usage["agentserve"]["predicted_tokens"] == later.usage["prompt_tokens_details"]["cached_tokens"]
+        assert missed(later)["evicted"] > 0
+
+
 class Books:
     """The books of one session over a mirror that a test feeds."""
 
@@ -182,6 +202,30 @@ def test_what_was_to_come_from_elsewhere_and_did_not_has_its_own_cause(known: di
     assert hits.missed is not None
     assert hits.missed[cause] == 320 - 5 * BLOCK
     assert hits.missed[Cause.EVICTED] == 640 - BLOCK - 320
+
+
+def test_an_answer_ahead_of_the_events_is_booked_as_evicted_and_nothing_is_forgotten() -> None:
+    books, ids = Books(), list(range(640))
+    books.ask(ids, 0)
+    names = books.stored(ids)
+    hits = books.ask(ids, 5 * BLOCK)
+    assert hits.missed == {Cause.EVICTED: 640 - BLOCK - 5 * BLOCK, Cause.TAIL: BLOCK}
+    assert (books.mirror.num_contradictions, books.mirror.is_suspect) == (0, False)
+    books.tell(BlockRemoved(block_hashes=names[5:]))
+    assert books.ask(ids, 5 * BLOCK).predicted == 5 * BLOCK
+    assert (books.mirror.num_over_predictions, books.mirror.num_contradictions) == (1, 0)
+
+
+def test_a_miss_that_no_event_explains_counts_against_the_mirror_in_the_end() -> None:
+    books, ids = Books(), list(range(640))
+    books.ask(ids, 0)
+    books.stored(ids)
+    books.ask(ids, 5 * BLOCK)
+    for number in range(16):
+        assert books.mirror.num_contradictions == 0
+        books.tell(BlockStored(block_hashes=[1000 + number], parent_block_hash=None, token_ids=[number] * BLOCK, block_size=BLOCK))
+    books.ask(ids, 5 * BLOCK)
+    assert (books.mirror.num_contradictions, books.mirror.is_suspect) == (1, True)
 
 
 def test_blocks_are_in_flight_from_sending_until_the_prefill_of_all_who_compute_them() -> None:

@@ -33,7 +33,7 @@ def crowded() -> Iterator[RealEngine]:
 @pytest.fixture
 def served(crowded: RealEngine) -> Iterator[Served]:
     events = {"engine_events": crowded.events_endpoint, "engine_events_replay": crowded.replay_endpoint}
-    with serving(crowded.url, crowded.model_folder, **events) as running:
+    with serving(crowded.url, crowded.model_folder, **events, alignment_twin_blocks=0) as running:  # twins would wait for one another
         yield running
         assert len(running.server.books.in_flight) == 0
 

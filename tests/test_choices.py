@@ -46,6 +46,7 @@ async def whole(served: Served) -> Any:
         return await openai_client.chat.completions.create(**fields)
 
 
+@pytest.mark.case("PAR-04")
 async def test_each_choice_is_an_answer_of_its_own_and_only_the_first_computes_the_prompt(served: Served, upstream: Upstream) -> None:
     upstream.script(*(Script(say=text, itl_seconds=0.01) for text in SAID))
     texts, reasons, usage = await streamed(served, model="demo-model", messages=ASK, n=3)
@@ -61,6 +62,7 @@ async def test_each_choice_is_an_answer_of_its_own_and_only_the_first_computes_t
     assert usage.prompt_tokens == len(sent[0].prompt_ids)
 
 
+@pytest.mark.case("PAR-04")
 @pytest.mark.parametrize("chosen", range(3))
 async def test_a_session_goes_on_exactly_from_any_choice(served: Served, upstream: Upstream, chosen: int) -> None:
     upstream.script(*(Script(say=text) for text in SAID))
@@ -116,6 +118,7 @@ def real(engine: RealEngine) -> Iterator[Served]:
         yield running
 
 
+@pytest.mark.case("PAR-04")
 async def test_a_real_engine_computes_the_prompt_once_for_all_choices(real: Served, engine: RealEngine) -> None:
     before = real.server.books.totals.actual
     _, reasons, usage = await streamed(real, model="nano", messages=ASK, n=3, max_tokens=8, extra_body={"ignore_eos": True})

@@ -67,7 +67,8 @@ def test_each_profile_is_whole() -> None:
     for name, service in SERVICES.items():
         for profile in service["profiles"]:
             profiles.setdefault(profile, set()).add(name)
-    assert profiles == {"cpu": {"agentserve-cpu"}, "mi355x": {"redis", "lmcache", "vllm", "agentserve"}}
+    offload = {"agentserve-cpu-offload", "redis"}
+    assert profiles == {"cpu": {"agentserve-cpu"}, "cpu-offload": offload, "mi355x": {"redis", "lmcache", "vllm", "agentserve"}}
     for members in profiles.values():
         assert all(set(SERVICES[name].get("depends_on", {})) <= members for name in members)
 
@@ -84,7 +85,7 @@ def test_every_service_has_a_health_check_and_is_bound_to_loopback(service: str)
         assert all(port.startswith("127.0.0.1:") for port in settings["ports"])
 
 
-@pytest.mark.parametrize("service", ["agentserve", "agentserve-cpu"])
+@pytest.mark.parametrize("service", ["agentserve", "agentserve-cpu", "agentserve-cpu-offload"])
 def test_every_flag_of_our_own_exists(service: str) -> None:
     known = {flag(path) for path, _ in leaves()}
     assert words(service)[0] == "serve"
@@ -112,6 +113,10 @@ def test_services_agree_on_ports_sockets_and_model() -> None:
     assert urls == [f"tcp://127.0.0.1:{5555 + rank}" for rank in range(num_ranks)]
     assert SERVICES["lmcache"]["entrypoint"][-1] == str(num_ranks)
     assert str(msgspec.json.decode(flags("lmcache")["--l2-adapter"])["port"]) == flags("redis")["--port"]
+    config = msgspec.json.decode(vllm["--kv-transfer-config"])
+    assert config["kv_load_failure_policy"] == "recompute"
+    for service in ("agentserve", "agentserve-cpu-offload"):
+        assert flags(service)["--offload-url"] == f"redis://127.0.0.1:{flags('redis')['--port']}"
     # A chunk that is no multiple of a block is refused by LMCache.
     assert int(flags("lmcache")["--chunk-size"]) % int(vllm["--block-size"]) == 0
     assert SERVICES["vllm"]["environment"]["PYTHONHASHSEED"] == SERVICES["lmcache"]["environment"]["PYTHONHASHSEED"]

@@ -29,6 +29,7 @@ from agentserve.engines import EngineInfo, Usage
 from agentserve.engines.vllm import VllmEngine
 from agentserve.errors import AgentserveError, Busy, EngineRefused, SetupError
 from agentserve.headers import plan_headers
+from agentserve.heads import HeadBreak
 from agentserve.identity import Identity
 from agentserve.records import TurnRecord
 from agentserve.routes.cache import describe_engine, describe_turn
@@ -44,6 +45,7 @@ from model.conversation import AssistantItem
 from model.tokenizer import Tokenizer
 from prefix_cache.hits import Cause, account
 from prefix_cache.mirror import Mirror
+from prefix_cache.tiers.offload import Offload
 from replays.report import Percentiles, Report, WarmupReport
 from tests.cases import CASES, held_by
 
@@ -63,7 +65,8 @@ def server(model_folder: Path) -> Server:
     engine = VllmEngine("http://127.0.0.1:9")
     engine.info = EngineInfo("vllm", "m", 4096, block_size=128, num_blocks=64)
     tokenizer = Tokenizer.load(model_folder)
-    return build(load({("state", "url"): "redis://127.0.0.1:9"}), engine, tokenizer, detect_chat_format(tokenizer), Mirror(128))
+    settings = load({("state", "url"): "redis://127.0.0.1:9"})
+    return build(settings, engine, tokenizer, detect_chat_format(tokenizer), Mirror(128), Offload(128))
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +77,21 @@ def whole_app(server: Server) -> FastAPI:
 @pytest.fixture
 def answered() -> tuple[Plan, Outcome]:
     """A turn of which everything is known."""
-    hits = account(num_prompt_tokens=100, ceiling=90, block_size=32, actual=32, predicted=64, recomputed_tokens=32)
+    hits = account(
+        num_prompt_tokens=100, ceiling=90, block_size=32, actual=32, predicted=64, recomputed_tokens=32, external_predicted=0, external=0
+    )
     left = Divergence(Difference.TEXT_CHANGED, 3, "user", 40, 50)
-    plan = Plan("s", TurnKind.EXACT, 100, 10, hits, {"clock": Effect(1, 20)}, edited_message=3, divergence=left)
+    plan = Plan(
+        "s",
+        TurnKind.EXACT,
+        100,
+        10,
+        hits,
+        {"clock": Effect(1, 20)},
+        edited_message=3,
+        divergence=left,
+        head_break=HeadBreak(1, (), 9, 90, None),
+    )
     return plan, Outcome(AssistantItem("x"), "stop", None, 1, Usage(100, 1, 32), hits)
 
 
@@ -234,11 +249,13 @@ def test_every_field_of_the_usage_and_of_a_session_is_documented(server: Server,
 
 def test_every_field_of_a_turn_and_of_the_cache_is_documented(server: Server, answered: tuple[Plan, Outcome]) -> None:
     plan, outcome = answered
-    turn = describe_turn(TurnRecord(1, plan.kind, 0.0, 0.0, 0.0, 0.0, "stop", 1, 1, outcome.hits, plan.divergence))
+    turn = describe_turn(TurnRecord(1, plan.kind, 0.0, 0.0, 0.0, 0.0, "stop", 1, 1, outcome.hits, plan.divergence, plan.head_break))
     assert_same(REFERENCE / "http.md", names(REFERENCE / "http.md", "Turn"), turn)
     left = next(row for row in rows(REFERENCE / "http.md", "Usage") if row[0] == "`divergence`")
     assert set(re.findall(r"`(\w+)`", left[1])) == set(turn["divergence"])
-    engine = describe_engine(server)
+    broken = next(row for row in rows(REFERENCE / "http.md", "Usage") if row[0] == "`head_break`")
+    assert set(re.findall(r"`(\w+)`", broken[1])) == set(turn["head_break"])
+    engine = describe_engine(server.replicas.first)
     assert_same(REFERENCE / "http.md", names(REFERENCE / "http.md", "Cache"), ["object", "hits", "engines", *engine])
     mirror = next(row for row in rows(REFERENCE / "http.md", "Cache") if row[0] == "`mirror`")
     assert set(re.findall(r"`(\w+)`", mirror[1])) == set(engine["mirror"])
@@ -290,7 +307,7 @@ def test_commands_that_are_shown_use_flags_and_targets_that_exist(page: Path) ->
         used = re.search(r'agentserve serve (.*)|SERVE="(.*?)"', line)
         if used is not None:
             assert set(re.findall(r"(?<!\S)--[a-z-]+", used[1] or used[2])) <= flags, line
-    for name in re.findall(r"`(--(?:engine|limits|sessions|state|canonicalise)-[a-z-]+)`", prose(page)):
+    for name in re.findall(r"`(--(?:engine|offload|limits|alignment|sessions|state|canonicalise)-[a-z-]+)`", prose(page)):
         assert name in flags, name
 
 

@@ -309,8 +309,8 @@ async def test_a_broken_stream_delivers_what_came_and_then_fails(script: Script)
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("cut", ["fin", "rst"])
-async def test_an_engine_that_goes_before_its_first_token_is_unavailable(cut: Any) -> None:
-    async with Upstream([Script(cut=cut)]) as upstream, started(upstream.url) as engine:
+async def test_an_engine_that_goes_before_its_first_token_twice_is_unavailable(cut: Any) -> None:
+    async with Upstream([Script(cut=cut), Script(cut=cut)]) as upstream, started(upstream.url) as engine:
         with pytest.raises(EngineUnavailable):
             await run(engine, ask())
 
@@ -369,6 +369,48 @@ async def test_a_request_into_a_connection_that_the_engine_had_closed_is_sent_on
     async with raw_server(start_up(generate)) as url, started(url) as engine:
         assert ids_of(await run(engine, ask())) == [7]
     assert seen == [0, 1]
+
+
+@pytest.mark.case("UPS-04")
+@pytest.mark.anyio
+@pytest.mark.parametrize("how", ["reset", "close", "after headers"])
+async def test_a_fresh_connection_that_ends_before_the_first_token_is_tried_once_more(how: str) -> None:
+    """However it ends, the client has seen nothing: it gets one whole answer, and the second attempt is counted."""
+    seen: list[int] = []
+
+    async def generate(connection: Connection, _: bytes) -> bool:
+        seen.append(connection.number)
+        if len(seen) == 1:
+            if how == "after headers":
+                await connection.open_stream()
+            if how == "reset":
+                connection.reset()
+            return False
+        await connection.open_stream()
+        await connection.send_event(TOKEN)
+        await connection.end_stream()
+        return True
+
+    async with raw_server(start_up(generate)) as url, started(url) as engine:
+        assert ids_of(await run(engine, ask())) == [7]
+        assert (len(seen), engine.num_retries) == (2, 1)
+
+
+@pytest.mark.case("UPS-04")
+@pytest.mark.anyio
+async def test_an_answer_that_breaks_off_after_its_first_token_is_not_asked_for_again() -> None:
+    seen: list[int] = []
+
+    async def generate(connection: Connection, _: bytes) -> bool:
+        seen.append(connection.number)
+        await connection.open_stream()
+        await connection.send_event(TOKEN)
+        return False
+
+    async with raw_server(start_up(generate)) as url, started(url) as engine:
+        with pytest.raises(EngineError, match="in the middle"):
+            await run(engine, ask())
+    assert (len(seen), engine.num_retries) == (1, 0)
 
 
 @pytest.mark.case("UPS-04")

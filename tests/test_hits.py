@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefix_cache.hits import Cause, HitTotals, TurnHits, account
+from prefix_cache.hits import Cause, Elsewhere, HitTotals, TurnHits, account
 
 # Also counts that no sane engine or caller would give.
 tokens = st.integers(-50, 2000)
@@ -105,3 +105,20 @@ def test_unknown_is_not_zero() -> None:
     totals.add(account(num_prompt_tokens=300, ceiling=150, block_size=10, actual=150, predicted=120))
     rates = [totals.actual_hit_rate, totals.ceiling_block_hit_rate, totals.predicted_hit_rate, totals.coverage]
     assert rates == [0.5, 0.5, 0.4, 0.75]
+
+
+@pytest.mark.case("KVM-11")
+def test_an_external_hit_is_a_part_of_the_actual_one() -> None:
+    hits = account(num_prompt_tokens=1000, ceiling=900, block_size=128, actual=768, predicted=256, external_predicted=640, external=512)
+    assert (hits.actual, hits.external, hits.external_predicted) == (768, 512, 640)
+    assert account(num_prompt_tokens=1000, ceiling=900, block_size=128, actual=768).external is None
+    assert account(num_prompt_tokens=100, ceiling=100, block_size=32, actual=500, external=400).external == 100
+    totals = HitTotals()
+    totals.add(hits)
+    totals.add(account(num_prompt_tokens=5000, ceiling=0, block_size=128, actual=0))
+    assert (totals.external_hit_rate, totals.external_predicted_hit_rate) == (0.512, 0.64)
+
+
+def test_what_a_tier_did_not_return_is_not_called_evicted() -> None:
+    hits = account(num_prompt_tokens=1000, ceiling=1000, block_size=128, actual=0, confirmed_evicted=1000, elsewhere=Elsewhere(offload=768))
+    assert hits.missed == {Cause.OFFLOAD_MISSING: 768, Cause.EVICTED: 128, Cause.TAIL: 104}

@@ -356,4 +356,4 @@ async def test_a_body_that_ends_early_leaves_nothing(served: Served, upstream: U
         assert (await client.request(CHAT, HELLO)).status == 200
     assert len(asked(upstream)) == 1
     assert served.server.namespaces.num_sessions == 1
-    assert await asyncio.to_thread(wait_until, lambda: served.server.turns.room.num_tickets == 0, 1)
+    assert await asyncio.to_thread(wait_until, lambda: served.server.replicas.num_tickets == 0, 1)

@@ -81,6 +81,7 @@ async def test_responses_have_them_in_their_deltas_and_in_the_item(served: Serve
     assert all(len(token["top_logprobs"]) == 1 for token in grown)
 
 
+@pytest.mark.case("PAR-05")
 async def test_who_asks_for_none_gets_none_and_the_prompt_is_the_same(served: Served, upstream: Upstream) -> None:
     upstream.script(SPOKEN, SPOKEN)
     await chat(served.url, ASK, stream=True, logprobs=True)
@@ -91,6 +92,7 @@ async def test_who_asks_for_none_gets_none_and_the_prompt_is_the_same(served: Se
     assert "logprobs" not in second.body["sampling_params"]
 
 
+@pytest.mark.case("PAR-05")
 async def test_a_session_with_log_probabilities_stays_exact(served: Served, upstream: Upstream) -> None:
     first = await chat(served.url, ASK, stream=False, logprobs=True)
     await chat(served.url, [*ASK, first.message, {"role": "user", "content": "Again."}], stream=False)
@@ -141,6 +143,7 @@ def real(engine: RealEngine) -> Iterator[Served]:
         yield running
 
 
+@pytest.mark.case("PAR-05")
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_real_engine_s_log_probabilities_spell_the_answer(real: Served, engine: RealEngine, stream: bool) -> None:
     marks = Tokenizer.load(engine.model_folder).control.values()

@@ -64,6 +64,7 @@ def without(value: Any, *names: str) -> Any:
     return {name: one for name, one in value.items() if name not in names}
 
 
+@pytest.mark.case("INP-11")
 @PATHS
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_engine_gets_the_same_chat_from_every_dialect(served: Served, upstream: Upstream, path: str, stream: bool) -> None:
@@ -112,6 +113,7 @@ async def test_the_answer_comes_back_in_each_dialect(served: Served, upstream: U
     assert [item["type"] for item in response["output"]] == ["reasoning", "message", "function_call"]
 
 
+@pytest.mark.case("INP-11")
 async def test_hit_figures_know_nothing_of_them(served: Served, upstream: Upstream) -> None:
     await chat(served.url, stream=False, **BODIES["/v1/chat/completions"])
     assert served.server.books.totals.num_turns == 0
@@ -132,6 +134,7 @@ async def test_a_conversation_stays_in_one_session_and_its_text_only_turns_are_e
     assert len(passed(upstream)) == 2
 
 
+@pytest.mark.case("INP-11")
 @PATHS
 async def test_an_engine_that_takes_no_images_says_so_in_the_client_s_dialect(served: Served, upstream: Upstream, path: str) -> None:
     upstream.script(Script(status=400, message="At most 0 image(s) may be provided in one prompt."))
@@ -234,6 +237,7 @@ def real(engine: RealEngine) -> Iterator[Served]:
         yield running
 
 
+@pytest.mark.case("INP-11")
 async def test_a_real_engine_without_eyes_refuses_and_goes_on(real: Served) -> None:
     async with openai.AsyncOpenAI(base_url=f"{real.url}/v1", api_key="none", max_retries=0) as client:
         fields: Any = {**BODIES["/v1/chat/completions"], "model": "nano"}

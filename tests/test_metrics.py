@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -11,13 +12,16 @@ import msgspec
 import pytest
 
 from agentserve.canonical.canonicaliser import Effect
+from agentserve.divergence import Difference, Divergence
 from agentserve.engines import Usage
+from agentserve.heads import HeadBreak
 from agentserve.metrics import Metrics
 from agentserve.sessions import TurnKind
 from agentserve.turns import Outcome, Plan
 from model.chat.minimax_m3 import MiniMaxM3Format
 from model.conversation import AssistantItem
 from model.tokenizer import Tokenizer
+from prefix_cache.events import BlockStored, EventBatch
 from prefix_cache.hits import Cause, TurnHits, account
 from tests.processes import wait_until
 from tests.serving import chat, serving
@@ -44,9 +48,19 @@ def counted(*hits: TurnHits) -> dict[str, float]:
 
 
 def test_an_answered_turn_is_counted_in_every_sum() -> None:
-    hits = account(num_prompt_tokens=1000, ceiling=900, block_size=128, actual=640, predicted=768, confirmed_evicted=200)
+    hits = account(
+        num_prompt_tokens=1000,
+        ceiling=900,
+        block_size=128,
+        actual=640,
+        predicted=768,
+        confirmed_evicted=200,
+        external_predicted=100,
+        external=90,
+    )
     found = counted(hits, hits)
     sums = {"prompt_tokens": 2000, "encoded_tokens": 60, "generated_tokens": 14, "ceiling_tokens": 1800, "ceiling_block_tokens": 1792}
+    sums |= {"external_predicted_tokens": 200, "external_tokens": 180}
     sums |= {"predicted_tokens": 1536, "cached_tokens": 1280, "known_prompt_tokens": 2000}
     assert {name: found[f"{name}_total"] for name in sums} == sums
     assert found['turns_total{kind="exact"}'] == 2
@@ -59,9 +73,22 @@ def test_an_answered_turn_is_counted_in_every_sum() -> None:
 def test_what_the_engine_does_not_say_is_in_no_sum() -> None:
     found = counted(account(num_prompt_tokens=1000, ceiling=900, block_size=None))
     assert (found["prompt_tokens_total"], found["ceiling_tokens_total"]) == (1000, 900)
+    assert (found["external_predicted_tokens_total"], found["external_tokens_total"]) == (0, 0)
     unknown = ("ceiling_block_tokens", "predicted_tokens", "cached_tokens", "known_prompt_tokens")
     assert [found[f"{name}_total"] for name in unknown] == [0, 0, 0, 0]
     assert not any(found[f'missed_tokens_total{{cause="{cause}"}}'] for cause in Cause)
+
+
+def test_what_was_changed_is_counted() -> None:
+    metrics = Metrics()
+    plan, outcome = turn(account(num_prompt_tokens=1000, ceiling=900, block_size=None))
+    left = Divergence(Difference.TOOLS_CHANGED, 0, "head", 40, 50, ("+find",))
+    for line in (1, None, None):
+        metrics.answered(replace(plan, divergence=left, head_break=HeadBreak(line, (), 1, 2, None)), outcome)
+    metrics.answered(plan, outcome)
+    found = values(metrics.text())
+    assert found['divergences_total{difference="tools_changed"}'] == 3
+    assert (found['broken_heads_total{place="line"}'], found['broken_heads_total{place="tools"}']) == (1, 2)
 
 
 @pytest.fixture
@@ -96,6 +123,23 @@ async def test_times_and_gauges_follow_the_turns(upstream: Upstream, model_folde
 
 
 @pytest.mark.anyio
+async def test_the_tiers_gauges_follow_what_is_told_of_it(upstream: Upstream, model_folder: Path) -> None:
+    events = upstream.engine.events
+    assert events is not None
+    endpoints = {"engine_events": events.endpoint, "engine_events_replay": events.replay_endpoint}
+    with serving(upstream.url, model_folder, offload_tier="lmcache", **endpoints) as served:
+        metrics, offload = served.server.metrics, served.server.books.offload
+        assert offload is not None
+        stored = BlockStored([1], None, list(range(256)), 256, medium="CPU")
+        offload.apply(EventBatch(0.0, [stored]))
+        first = values(metrics.text())
+        offload.stopped()
+        second = values(metrics.text())
+    assert (first["offload_resident_tokens"], first["offload_up"]) == (256, 1)
+    assert (second["offload_resident_tokens"], second["offload_up"]) == (0, 0)
+
+
+@pytest.mark.anyio
 async def test_a_failed_turn_is_counted_by_the_type_of_its_error(upstream: Upstream, model_folder: Path) -> None:
     with serving(upstream.url, model_folder) as served:
         upstream.script(Script(status=500, message="boom"))
@@ -104,6 +148,19 @@ async def test_a_failed_turn_is_counted_by_the_type_of_its_error(upstream: Upstr
     assert reply.error is not None
     assert found[f'failed_turns_total{{kind="{reply.error["type"]}"}}'] == 1
     assert not any(name.startswith("turns_total") for name in found)
+
+
+@pytest.mark.case("UPS-04")
+@pytest.mark.anyio
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_connection_that_ends_before_the_first_token_costs_the_client_nothing(
+    upstream: Upstream, model_folder: Path, stream: bool
+) -> None:
+    with serving(upstream.url, model_folder) as served:
+        upstream.script(Script(cut="rst"), Script(say="Whole."))
+        reply = await chat(served.url, [{"role": "user", "content": "hi"}], stream=stream)
+        assert reply.message["content"] == "Whole."
+        assert values(served.server.metrics.text())["engine_retries_total"] == 1
 
 
 @pytest.mark.anyio

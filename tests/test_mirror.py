@@ -409,6 +409,18 @@ def history(rng: random.Random, num_batches: int) -> tuple[list[EventBatch], lis
     return batches, prompts
 
 
+def test_an_answer_that_places_a_lost_parent_places_all_that_waited_below_it() -> None:
+    mirror, ids = Mirror(BLOCK), list(range(6 * BLOCK))
+    for seq, num_blocks in enumerate((4, 6)):
+        mirror.apply(seq, batch(stored(ids[: num_blocks * BLOCK], skip=num_blocks - 2)))
+    assert mirror.num_unresolved_blocks == 4
+    mirror.learn(hashes(ids), 2 * BLOCK, 0)
+    assert mirror.num_unresolved_blocks == 0
+    assert mirror.predict(hashes(ids), len(ids) + 1) == len(ids)
+    mirror.apply(2, batch(removed(stored(ids), 5), removed(stored(ids), 4)))
+    assert mirror.predict(hashes(ids), len(ids) + 1) == 4 * BLOCK
+
+
 @pytest.mark.case("KVM-02")
 @settings(max_examples=400, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 40))
@@ -475,6 +487,41 @@ def test_a_silent_reset_costs_one_wrong_prediction() -> None:
     assert (mirror.num_over_predictions, mirror.num_contradictions) == (1, 1)
 
 
+def test_a_response_that_overtakes_its_events_costs_nothing_once_they_are_here() -> None:
+    a = stored(A)
+    mirror = fed(a, stored(B))
+    before = mirror.departures
+    mirror.learn(hashes(A), num_cached_tokens=8, predicted_tokens=mirror.predict(hashes(A), 17))
+    assert (mirror.is_suspect, mirror.match(hashes(B))) == (True, 0)
+    mirror.apply(2, batch(removed(a, 3, 2), stored(A, skip=2), at=2.0))
+    assert (mirror.is_suspect, mirror.num_contradictions, mirror.num_explained_contradictions) == (False, 1, 1)
+    assert (mirror.match(hashes(A)), mirror.match(hashes(B))) == (4, 3)
+    assert mirror.departures != before
+
+
+def test_a_replay_that_brings_the_removal_ends_the_suspicion() -> None:
+    a = stored(A)
+    mirror = fed(a, stored(B))
+    mirror.learn(hashes(A), num_cached_tokens=0, predicted_tokens=16)
+    gap = mirror.apply(5, batch(stored([9] * 8), at=5.0))
+    assert gap == Gap(2, 5)
+    mirror.apply(2, batch(stored([8] * 4), at=2.0), replayed=True)
+    assert mirror.is_suspect
+    mirror.apply(3, batch(removed(a, 3, 2, 1, 0), at=3.0), replayed=True)
+    mirror.apply(4, batch(a, at=4.0), replayed=True)
+    assert (mirror.gap, mirror.is_suspect) == (None, False)
+    assert [mirror.match(hashes(ids)) for ids in (A, B, [8] * 4, [9] * 8)] == [4, 3, 1, 2]
+
+
+def test_a_contradiction_that_nothing_explains_stands() -> None:
+    mirror = fed(stored(A), stored(B))
+    mirror.learn(hashes(A), num_cached_tokens=0, predicted_tokens=16)
+    for seq in range(2, 30):
+        mirror.apply(seq, batch(stored([seq] * 4), at=float(seq)))
+    mirror.apply(30, batch(BlockRemoved(stored(A).block_hashes), at=30.0))
+    assert (mirror.is_suspect, mirror.match(hashes(B)), mirror.match(hashes([29] * 4))) == (True, 0, 1)
+
+
 def test_an_eviction_between_prediction_and_start_is_no_contradiction() -> None:
     event = stored(A)
     mirror = fed(event, stored(B))
@@ -525,7 +572,7 @@ def test_maps_and_arrays_decode_to_the_same_events(as_arrays: bool, as_bytes: bo
     assert decoded.timestamp_seconds == 1.5
     store, remove, clear = decoded.events
     assert isinstance(store, BlockStored)
-    assert (store.block_hashes, store.token_ids, store.block_size, store.medium, store.lora_name) == ([name], [1, 2], 2, "GPU", None)
+    assert (store.block_hashes, list(store.token_ids), store.block_size, store.medium, store.lora_name) == ([name], [1, 2], 2, "GPU", None)
     assert isinstance(remove, BlockRemoved)
     assert (remove.block_hashes, remove.medium, remove.group_idx) == ([name], "GPU", None)
     assert isinstance(clear, AllBlocksCleared)
@@ -542,6 +589,19 @@ def test_unknown_kinds_and_fields_are_skipped_and_counted() -> None:
     decoded = decode_batch(msgspec.msgpack.encode([1.5, events, 0, "more"]))
     assert [event.block_hashes for event in decoded.events if isinstance(event, BlockRemoved)] == [[1], [2]]
     assert decoded.num_unknown_events == 3
+
+
+def test_decoded_ids_are_flat_and_ids_that_are_none_are_refused() -> None:
+    def payload(token: int) -> bytes:
+        fields = {"block_hashes": [1], "parent_block_hash": None, "token_ids": [token], "block_size": 1}
+        return msgspec.msgpack.encode([1.5, [{"type": "BlockStored", **fields}], 0])
+
+    (event,) = decode_batch(payload(2**32 - 1)).events
+    assert isinstance(event, BlockStored)
+    assert event.token_ids == array("I", [2**32 - 1])
+    for token in (-1, 2**32):
+        with pytest.raises(MalformedBatch):
+            decode_batch(payload(token))
 
 
 @pytest.mark.parametrize(

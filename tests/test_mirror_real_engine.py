@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 
 from agentserve.engines.kv_events import KvEventSubscriber
+from benchmarks.cache_truth import read_log
 from prefix_cache.blocks import HashChain
 from prefix_cache.mirror import Mirror
 from tests.real_engine import RealEngine
@@ -32,9 +33,10 @@ class Guess:
 class Player:
     """Plays sessions of random tokens, one turn after the other, and notes predictions and hits."""
 
-    def __init__(self, engine: RealEngine, mirror: Mirror, client: aiohttp.ClientSession, seed: int) -> None:
+    def __init__(self, engine: RealEngine, subscriber: KvEventSubscriber, client: aiohttp.ClientSession, seed: int) -> None:
         self.engine = engine
-        self.mirror = mirror
+        self.subscriber = subscriber
+        self.mirror = subscriber.mirror
         self.client = client
         self.rng = random.Random(seed)
 
@@ -67,7 +69,7 @@ async def playing(engine: RealEngine, *, replays: bool, seed: int) -> AsyncItera
     await subscriber.start()
     try:
         async with aiohttp.ClientSession() as client:
-            yield Player(engine, mirror, client, seed)
+            yield Player(engine, subscriber, client, seed)
     finally:
         await subscriber.close()
 
@@ -113,5 +115,27 @@ def test_a_mirror_that_joins_without_a_replay_is_right_from_the_second_turn_on(s
             assert player.mirror.is_suspect
             assert any(guess.actual > guess.predicted for guess in first)
             assert all(abs(guess.actual - guess.predicted) <= player.mirror.block_size for guess in later)
+
+    asyncio.run(scenario())
+
+
+def test_after_lost_events_the_mirror_holds_exactly_what_the_engines_log_says(small_engine: RealEngine) -> None:
+    async def scenario() -> None:
+        async with playing(small_engine, replays=True, seed=5) as player:
+            sessions: list[list[int]] = [[] for _ in range(NUM_SESSIONS)]
+            for turn in range(2 * NUM_SESSIONS):
+                await player.turn(sessions[turn % NUM_SESSIONS])
+            await player.subscriber.close()
+            for turn in range(2 * NUM_SESSIONS):
+                await player.turn(sessions[turn % NUM_SESSIONS])
+            await player.subscriber.start()
+            await player.turn(sessions[0])
+            await asyncio.sleep(1)
+            truth = await read_log(small_engine.replay_endpoint)
+            held = player.mirror.resident_hashes()
+            assert truth.num_removed > 0
+            assert len(held & truth.hashes) >= 0.995 * len(held)
+            assert len(held & truth.hashes) >= 0.99 * len(truth.hashes)
+            assert not player.mirror.is_suspect
 
     asyncio.run(scenario())

@@ -178,6 +178,15 @@ def test_the_configuration_for_vllm_reads_back() -> None:
     assert PluginOptions.read(config["kv_connector_extra_config"]) == PluginOptions("ttl", {"queue_seconds": 2.0})
 
 
+def test_beside_another_connector_it_stands_in_front_of_it() -> None:
+    other = {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    both = msgspec.json.decode(transfer_config(PluginOptions(), beside=msgspec.json.encode(other).decode()))
+    assert (both["kv_connector"], both["kv_role"], both["kv_load_failure_policy"]) == ("MultiConnector", "kv_both", "recompute")
+    ours, theirs = both["kv_connector_extra_config"]["connectors"]
+    assert ours["kv_connector_module_path"] == MODULE
+    assert theirs == other
+
+
 @pytest.mark.parametrize("version", ["0.25.1", "0.34.0", "1.0", "unknown"])
 def test_versions_that_it_was_not_written_for_are_refused(version: str) -> None:
     check_version("0.26.0")

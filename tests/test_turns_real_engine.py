@@ -113,7 +113,7 @@ async def test_a_client_that_leaves_frees_the_engine(served: Served, engine: Rea
     assert await asyncio.to_thread(wait_until, lambda: running_requests(served) == 1, 10)
     task.cancel()
     assert await asyncio.to_thread(wait_until, lambda: running_requests(served) == 0, 1.5)
-    assert served.server.turns.room.num_tickets == 0
+    assert served.server.replicas.num_tickets == 0
 
 
 def running_requests(served: Served) -> float:

@@ -80,6 +80,15 @@ class Canonicaliser:
         pins = [rule.name for rule in self._rules if rule.action is Action.PIN]
         return replace(form, effects={**form.effects, **dict.fromkeys(pins, Effect(count, 0))}) if count and pins else form
 
+    def joining(self, one: Head, other: Head) -> str | None:
+        """The rule, among those that are off, that alone would let the two heads be one; None if there is none."""
+        off = [rule for rule in CANONICAL_RULES.values() if rule.name not in self.names]
+        for rule in off:
+            rules = [row for row in CANONICAL_RULES.values() if row is rule or row.name in self.names]
+            if _key(_through(one, rules), rules) == _key(_through(other, rules), rules):
+                return rule.name
+        return None
+
 
 def choose(mode: Literal["on", "off"], on: Sequence[str], off: Sequence[str]) -> Canonicaliser:
     """The canonicaliser of the settings. Raises SetupError for a rule that does not exist."""

@@ -9,6 +9,8 @@ from agentserve.errors import InvalidRequest
 from model.chat import TokenLogprob
 
 MAX_TOP = 20
+LEAST = -9999.0
+"""What OpenAI's API and vLLM write for a probability of zero, whose logarithm JSON cannot hold."""
 
 
 def num_top(wanted: bool, top: int | None) -> int | None:
@@ -24,4 +26,4 @@ def written(logprobs: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
 
 
 def _named(token: bytes, logprob: float) -> dict[str, Any]:
-    return {"token": token.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(token)}
+    return {"token": token.decode("utf-8", "replace"), "logprob": max(logprob, LEAST), "bytes": list(token)}

@@ -45,8 +45,8 @@ class Where:
 def read(where: Where) -> Facts:
     """All facts. Raises SetupError where there is no engine to look at."""
     unread: list[str] = []
-    server, engine_url = _server(where, unread)
-    urls = list(where.engines) or ([engine_url] if engine_url else [])
+    server, told = _server(where, unread)
+    urls = list(where.engines) or told
     if not urls:
         raise SetupError(
             f"no agentserve answers at {where.server!r}: name the address of vLLM with --engine-url, or of the server with --url"
@@ -124,17 +124,18 @@ def _model(folder: Path | None, unread: list[str]) -> ModelFacts | None:
     return ModelFacts(parts[0], parts[1], tuple(tokenizer.encode(PROBE)), tuple(chat.stop_ids))
 
 
-def _server(where: Where, unread: list[str]) -> tuple[ServerFacts | None, str | None]:
-    """The agentserve in front, and the engine's address that it tells."""
+def _server(where: Where, unread: list[str]) -> tuple[ServerFacts | None, list[str]]:
+    """The agentserve in front, and the addresses of engines that it tells."""
     url = where.server.rstrip("/")
     version = _object(f"{url}/version") or {}
     if "engine_url" not in version:
         unread.append(f"no agentserve at {url}: sessions, return gaps and the mirror are not known")
-        return None, None
+        return None, []
+    told = version.get("engine_urls") or [version["engine_url"]]
     cache, sessions = _object(f"{url}/v1/cache", where.api_key), _object(f"{url}/v1/sessions", where.api_key)
     if cache is None or sessions is None:
         unread.append(f"the server at {url} does not show its cache: name one of its API keys with --api-key")
-        return None, version["engine_url"]
+        return None, told
     known = sessions["data"]
     ends: dict[str, float] = {}
     gaps: list[float] = []
@@ -145,7 +146,7 @@ def _server(where: Where, unread: list[str]) -> tuple[ServerFacts | None, str | 
             ends[session["id"]] = _seconds(turns[-1]["ended_at"])
     latest = max(ends.values(), default=0.0)
     live = sum(session["context_tokens"] for session in known if ends.get(session["id"], 0.0) > latest - LIVE_SECONDS)
-    return ServerFacts(cache, [session["context_tokens"] for session in known], live, gaps), version["engine_url"]
+    return ServerFacts(cache, [session["context_tokens"] for session in known], live, gaps), told
 
 
 def _gaps(turns: Sequence[dict[str, Any]]) -> list[float]:

@@ -129,6 +129,11 @@ class Engine(Protocol):
     url: str
     """Where the engine itself listens."""
 
+    @property
+    def num_retries(self) -> int:
+        """Requests that were sent a second time, as their connection had ended before anything arrived."""
+        ...
+
     async def start(self) -> None:
         """Connect (or start the child process) and fill `info`. Returns when the engine answers; raises if it never will."""
         ...

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import shutil
-import socket
-import sys
 import tempfile
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
@@ -15,7 +13,8 @@ from typing import Final
 
 import structlog
 
-from agentserve.engines import ChatChunk, ChatRequest, Chunk, EngineInfo, GenerateRequest, guard
+from agentserve.engines import ChatChunk, ChatRequest, Chunk, EngineInfo, GenerateRequest
+from agentserve.engines.child import end, free_port, spawn
 from agentserve.engines.vllm import VllmEngine
 from agentserve.engines.vllm_command import EmbeddedOptions, vllm_command
 from agentserve.engines.vllm_log import excerpt, stage
@@ -58,7 +57,7 @@ class EmbeddedEngine:
         self._num_launches = 0
         self.events_endpoint = f"ipc://{self._run_folder}/kv-events"
         self.replay_endpoint = f"ipc://{self._run_folder}/kv-replay"
-        self._port = _free_port()
+        self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}"
         self._client = VllmEngine(self.url, start_timeout_seconds=options.start_timeout_seconds)
         self._process: asyncio.subprocess.Process | None = None
@@ -68,6 +67,11 @@ class EmbeddedEngine:
         self._warned_of_seed = False
         self.on_restart: Callable[[], None] | None = None
         """Called after vLLM has been started again: its cache is empty then."""
+
+    @property
+    def num_retries(self) -> int:
+        """As `VllmEngine.num_retries`."""
+        return self._client.num_retries
 
     @property
     def model_folder(self) -> Path:
@@ -152,7 +156,7 @@ class EmbeddedEngine:
             replay_endpoint=self.replay_endpoint,
         )
         self._num_launches += 1
-        self._process = await _spawn(command, self.log_path)
+        self._process = await spawn(command, self.log_path)
         ready = asyncio.create_task(self._client.start())
         exited = asyncio.create_task(self._process.wait())
         try:
@@ -213,29 +217,8 @@ class EmbeddedEngine:
         return backoff_seconds
 
     async def _stop(self) -> None:
-        """Close the guard's pipe, which makes it stop vLLM, and wait for it."""
+        """End vLLM, if it runs, and wait until it is gone."""
         if self._process is None:
             return
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        await self._process.wait()
+        await end(self._process)
         self._process = None
-
-
-async def _spawn(command: list[str], log: Path) -> asyncio.subprocess.Process:
-    with log.open("wb") as output:
-        return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", guard.__file__),
-            *command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=output,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Final, TypeVar
 from urllib.parse import quote
 
@@ -19,7 +19,7 @@ from agentserve.engines.prometheus import samples
 from agentserve.engines.sse import SseParser
 from agentserve.engines.vllm_chat import CHAT_PATH, read_chat_event
 from agentserve.engines.vllm_wire import COMPLETIONS, GENERATE, Body, Route, read_event, read_refusal
-from agentserve.errors import EngineError, EngineRefused, EngineUnavailable, SetupError
+from agentserve.errors import ConnectionEnded, EngineError, EngineRefused, EngineUnavailable, SetupError
 
 # uvicorn closes an idle connection after 5 s; letting go first means never writing into one that is being closed.
 KEEPALIVE_SECONDS: Final = 4.0
@@ -29,6 +29,8 @@ POLL_SECONDS: Final = 0.25
 # What a route answers to an empty body when the engine does not have it (403: vLLM without --enable-scale-out).
 _ROUTE_ABSENT: Final = (403, 404, 405, 501)
 
+_FILES_USED_UP: Final = (errno.EMFILE, errno.ENFILE)
+
 T = TypeVar("T")
 
 _log = structlog.get_logger(__name__)
@@ -37,6 +39,7 @@ _log = structlog.get_logger(__name__)
 class _Model(msgspec.Struct):
     id: str
     max_model_len: int | None = None
+    root: str | None = None
 
 
 class _Models(msgspec.Struct):
@@ -45,13 +48,6 @@ class _Models(msgspec.Struct):
 
 class _Version(msgspec.Struct):
     version: str
-
-
-@dataclass(slots=True)
-class _Attempt:
-    """Filled by aiohttp's trace hook: whether the request went out on a connection that had been idle in the pool."""
-
-    reused: bool = False
 
 
 class _Payload(aiohttp.Payload):
@@ -92,6 +88,8 @@ class VllmEngine:
         self._model = model
         self._start_timeout_seconds = start_timeout_seconds
         self._session: aiohttp.ClientSession | None = None
+        self.num_retries = 0
+        """Requests sent a second time, as their connection had ended before anything arrived."""
         self._asked_route = route
         self._route = route or COMPLETIONS
         self._warned_of_unknown_cached_tokens = False
@@ -112,7 +110,7 @@ class VllmEngine:
             raise SetupError(f"The engine at {self.url} does not say max_model_len in /v1/models. Use the URL of vLLM itself.")
         version = msgspec.json.decode(await self._get("/version"), type=_Version).version
         block_size, num_blocks = _kv_pool(await self.metrics())
-        self.info = EngineInfo(f"vllm {version}", served.id, served.max_model_len, block_size, num_blocks)
+        self.info = EngineInfo(f"vllm {version}", served.id, served.max_model_len, block_size, num_blocks, served.root)
         if block_size is not None and block_size > served.max_model_len:
             cure = "start the engine with a smaller --block-size"
             _log.warning("no prefix can be cached: a block is longer than the context", block_size=block_size, cure=cure)
@@ -157,6 +155,24 @@ class VllmEngine:
                 yield chunk
 
     async def _events(self, path: str, body: Body, session_id: str | None, read: Callable[[bytes], T]) -> AsyncGenerator[T, None]:
+        """The events of one request. Where the connection ended before the first, nobody has seen anything: once more then, and no more."""
+        started = False
+        try:
+            async with aclosing(self._attempt(path, body, session_id, read)) as events:
+                async for event in events:
+                    started = True
+                    yield event
+            return
+        except ConnectionEnded as error:
+            if started:
+                raise
+            self.num_retries += 1
+            _log.warning("connection ended before the first token, sent once more", url=self.url, error=error.message)
+        async with aclosing(self._attempt(path, body, session_id, read)) as events:
+            async for event in events:
+                yield event
+
+    async def _attempt(self, path: str, body: Body, session_id: str | None, read: Callable[[bytes], T]) -> AsyncGenerator[T, None]:
         response = await self._post(path, body, session_id)
         try:
             async for chunk in self._chunks(response, read):
@@ -169,16 +185,7 @@ class VllmEngine:
         headers = {"Content-Type": "application/json"}
         if session_id is not None:
             headers["X-Session-ID"] = quote(session_id, safe="/:@-._~")
-        attempt = _Attempt()
-        try:
-            response = await self._send(path, body, headers, attempt)
-        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
-            # Only a pooled connection can have been closed before the engine read anything; once more, then, and no more.
-            if not attempt.reused:
-                raise self._unavailable(error) from error
-            response = await self._send_again(path, body, headers)
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise self._unavailable(error) from error
+        response = await self._sent(path, body, headers)
         if response.status != 200:
             async with response:
                 refusal = read_refusal(await response.read(), response.status)
@@ -187,14 +194,17 @@ class VllmEngine:
             raise refusal
         return response
 
-    async def _send(self, path: str, body: Body, headers: dict[str, str], attempt: _Attempt) -> aiohttp.ClientResponse:
-        return await self._http.post(f"{self.url}{path}", data=_Payload(body), headers=headers, trace_request_ctx=attempt)
-
-    async def _send_again(self, path: str, body: Body, headers: dict[str, str]) -> aiohttp.ClientResponse:
-        try:
-            return await self._send(path, body, headers, _Attempt())
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise self._unavailable(error) from error
+    async def _sent(self, path: str, body: Body, headers: dict[str, str]) -> aiohttp.ClientResponse:
+        deadline = asyncio.get_running_loop().time() + CONNECT_SECONDS
+        while True:
+            try:
+                return await self._http.post(f"{self.url}{path}", data=_Payload(body), headers=headers)
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+                if getattr(error, "errno", None) not in _FILES_USED_UP or asyncio.get_running_loop().time() > deadline:
+                    raise self._ended(error) from error
+            except (aiohttp.ClientError, TimeoutError) as error:
+                raise self._unavailable(error) from error
+            await asyncio.sleep(POLL_SECONDS)  # not the engine's fault, and over as soon as those have left who are refused
 
     async def _chunks(self, response: aiohttp.ClientResponse, read: Callable[[bytes], T]) -> AsyncGenerator[T, None]:
         parser = SseParser()
@@ -210,10 +220,10 @@ class VllmEngine:
                     yield chunk
         except aiohttp.ClientError as error:
             if not started:
-                raise self._unavailable(error) from error
+                raise self._ended(error) from error
             raise EngineError(f"The engine at {self.url} broke off in the middle of its answer ({error!r}).") from error
         if not done and not started:
-            raise EngineUnavailable(f"The engine at {self.url} closed the connection before its first token. Try again.")
+            raise ConnectionEnded(f"The engine at {self.url} closed the connection before its first token. Try again.")
         if not done:
             raise EngineError(f"The engine at {self.url} ended its answer without saying that it was complete.")
 
@@ -239,15 +249,15 @@ class VllmEngine:
         return self._session
 
     def _open_session(self) -> aiohttp.ClientSession:
-        hooks = aiohttp.TraceConfig()
-        hooks.on_connection_reuseconn.append(_note_reuse)
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
             headers=self._headers,
             cookie_jar=aiohttp.DummyCookieJar(),
-            trace_configs=[hooks],
         )
+
+    def _ended(self, error: Exception) -> ConnectionEnded:
+        return ConnectionEnded(self._unavailable(error).message)
 
     def _unavailable(self, error: Exception) -> EngineUnavailable:
         return EngineUnavailable(f"The engine at {self.url} does not answer ({error or type(error).__name__}). Is it running?")
@@ -288,12 +298,6 @@ class VllmEngine:
         except (aiohttp.ClientError, TimeoutError) as error:
             raise self._unavailable(error) from error
         return COMPLETIONS if response.status in _ROUTE_ABSENT else GENERATE
-
-
-async def _note_reuse(_: aiohttp.ClientSession, context: object, __: aiohttp.TraceConnectionReuseconnParams) -> None:
-    attempt = getattr(context, "trace_request_ctx", None)
-    if isinstance(attempt, _Attempt):
-        attempt.reused = True
 
 
 def _kv_pool(metrics: bytes) -> tuple[int | None, int | None]:

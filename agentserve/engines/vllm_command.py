@@ -19,6 +19,8 @@ _BLOCK_MULTIPLE: Final = 32  # of vLLM's CPU attention kernel
 _KV_TENSORS: Final = 2  # keys and values
 _FLOAT32_BYTES: Final = 4
 
+_TRANSFER: Final = "--kv-transfer-config"
+
 _ENVIRONMENT: Final = {
     "OMP_NUM_THREADS": "1",  # spinning OpenMP threads cost a factor of ten on a machine that is shared
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -44,6 +46,8 @@ class EmbeddedOptions:
     """Prompt plus output, tokens; cut to what the KV cache and the model hold."""
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
+    tensor_parallel: int = 1
+    """Ranks, each a process with a share of the heads: real shards, and slower than one on a CPU."""
     restart: bool = True
     """Start the engine again, with back-off, when it dies."""
     dev_mode: bool = False
@@ -106,6 +110,7 @@ def vllm_command(model_folder: Path, port: int, options: EmbeddedOptions, *, eve
         "kv-cache-memory-bytes": str(num_gpu_blocks * options.block_size * config.kv_bytes_per_token),
         "max-num-seqs": str(options.max_num_seqs),
         "max-num-batched-tokens": str(options.max_num_batched_tokens),
+        "tensor-parallel-size": str(options.tensor_parallel),
         "scheduling-policy": "priority",
         "prefix-caching-hash-algo": "sha256_cbor",
         "tool-call-parser": "minimax_m3",
@@ -121,8 +126,6 @@ def vllm_command(model_folder: Path, port: int, options: EmbeddedOptions, *, eve
             }
         ),
     }
-    if options.plugin is not None:
-        values["kv-transfer-config"] = transfer_config(options.plugin)
     switches = (
         "enforce-eager",
         "enable-prefix-caching",
@@ -136,8 +139,19 @@ def vllm_command(model_folder: Path, port: int, options: EmbeddedOptions, *, eve
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *(word for name, value in values.items() for word in (f"--{name}", value)),
         *(f"--{name}" for name in switches),
-        *options.extra_args,
+        *_extra_args(options),
     ]
+
+
+def _extra_args(options: EmbeddedOptions) -> tuple[str, ...]:
+    """Those asked for, with the plugin in front of the KV connector that they may name."""
+    if options.plugin is None:
+        return options.extra_args
+    if _TRANSFER not in options.extra_args:
+        return (_TRANSFER, transfer_config(options.plugin), *options.extra_args)
+    place = options.extra_args.index(_TRANSFER) + 1
+    both = transfer_config(options.plugin, beside=options.extra_args[place])
+    return (*options.extra_args[:place], both, *options.extra_args[place + 1 :])
 
 
 def _environment(options: EmbeddedOptions) -> list[str]:

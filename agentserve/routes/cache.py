@@ -8,10 +8,11 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from agentserve.cache import CacheBooks
-from agentserve.dialects.account import describe_divergence
+from agentserve.dialects.account import describe_divergence, describe_head_break
 from agentserve.errors import InvalidRequest
 from agentserve.headers import json_response
 from agentserve.records import TurnRecord
+from agentserve.replicas import Replica
 from agentserve.routes.sessions import describe_totals, find
 from agentserve.server import Server
 from prefix_cache.mirror import Mirror
@@ -27,7 +28,8 @@ def router(server: Server) -> APIRouter:
     @routes.get("/v1/cache")
     async def cache(request: Request) -> Response:
         namespace = server.namespace(request.headers)
-        return json_response({"object": "cache", "hits": describe_totals(namespace.totals), "engines": [describe_engine(server)]})
+        engines = [describe_engine(replica) for replica in server.replicas]
+        return json_response({"object": "cache", "hits": describe_totals(namespace.totals), "engines": engines})
 
     @routes.get("/v1/sessions/{session_id:path}/turns")
     async def turns(request: Request, session_id: str) -> Response:
@@ -60,24 +62,30 @@ def describe_turn(record: TurnRecord) -> dict[str, Any]:
         "ceiling_block_tokens": hits.ceiling_blocks,
         "predicted_tokens": hits.predicted,
         "cached_tokens": hits.actual,
+        "external_predicted_tokens": hits.external_predicted,
+        "external_tokens": hits.external,
         "missed_tokens": hits.missed,
         "recomputed_tokens": hits.num_recomputed_tokens,
         "divergence": describe_divergence(record.divergence),
+        "head_break": describe_head_break(record.head_break),
     }
 
 
-def describe_engine(server: Server) -> dict[str, Any]:
+def describe_engine(replica: Replica) -> dict[str, Any]:
     """An engine's cache as JSON; what is not known is null."""
-    info = server.engine.info
+    info, books = replica.engine.info, replica.books
     return {
         "engine": info.name,
-        "url": server.engine.url,
+        "url": replica.engine.url,
+        "open": replica.is_open,
+        "running_turns": replica.num_running,
         "block_size": info.block_size,
         "capacity_tokens": info.kv_capacity_tokens,
         "max_model_len": info.max_model_len,
-        "computing_blocks": len(server.books.in_flight),
-        "ceiling_index_tokens": server.books.tree.num_tokens,
-        "mirror": _mirror(server.books),
+        "computing_blocks": len(books.in_flight),
+        "ceiling_index_tokens": books.tree.num_tokens,
+        "mirror": _mirror(books),
+        "offload": _offload(books),
     }
 
 
@@ -97,6 +105,20 @@ def _mirror(books: CacheBooks) -> dict[str, Any] | None:
         "under_predictions": mirror.num_under_predictions,
         "over_predictions": mirror.num_over_predictions,
         "contradictions": mirror.num_contradictions,
+    }
+
+
+def _offload(books: CacheBooks) -> dict[str, Any] | None:
+    offload = books.offload
+    if offload is None:
+        return None
+    return {
+        "up": offload.is_up,
+        "resident_tokens": offload.num_resident_tokens,
+        "chunk_tokens": offload.chunk_tokens,
+        "second_level": offload.remote is not None,
+        "unresolved_chunks": offload.num_unresolved_chunks,
+        "wrong_in_a_row": offload.num_wrong,
     }
 
 

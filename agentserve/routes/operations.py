@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
 from importlib.metadata import version
 from typing import Any
 
@@ -33,21 +35,22 @@ def router(server: Server) -> APIRouter:
 
     @routes.get("/ready")
     async def ready() -> Response:
-        if not await server.engine.healthy():
-            raise EngineUnavailable("the engine does not answer")
+        if not any(await asyncio.gather(*(replica.engine.healthy() for replica in server.replicas))):
+            raise EngineUnavailable("no engine answers" if len(server.replicas) > 1 else "the engine does not answer")
         return json_response({"status": "ready", "engine": server.engine.info.name, "model": server.model_name})
 
     @routes.get("/version")
     async def version_() -> Response:
         info = server.engine.info
-        return json_response({"version": version("agentserve"), "engine": info.name, "engine_url": server.engine.url})
+        urls = [replica.engine.url for replica in server.replicas]
+        return json_response({"version": version("agentserve"), "engine": info.name, "engine_url": urls[0], "engine_urls": urls})
 
     @routes.get("/metrics")
     async def metrics() -> Response:
-        try:
-            engine = await server.engine.metrics()
-        except EngineError:
-            engine = b""
+        engine = b""
+        if len(server.replicas) == 1:  # the samples of several would stand there under equal names
+            with suppress(EngineError):
+                engine = await server.engine.metrics()
         return Response(server.metrics.text() + engine, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return routes

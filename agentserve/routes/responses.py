@@ -50,7 +50,8 @@ def router(server: Server) -> APIRouter:
 
         writer = ResponsesAnswer(asked, token_hex(NUMBER_DIGITS // 2), server.model_name, int(datetime.now(UTC).timestamp()), keep)
         mark = mark_of(request.headers, namespace.name, request.url.path, identity.session, body)
-        parts = responses_media(asked.instructions, (*(previous.history() if previous else ()), *own))
+        history = (*(previous.history() if previous else ()), *own)
+        parts = responses_media(asked.instructions, history, always=server.passes_through)
         media = MediaChat(parts, conversation.tools()) if parts is not None else None
         turn = TurnRequest(conversation, options(asked), identity, bool(asked.stream), started, mark=mark, media=media)
         return answer(server, namespace, turn, writer)

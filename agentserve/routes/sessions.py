@@ -63,6 +63,8 @@ def describe_totals(totals: HitTotals) -> dict[str, Any]:
         "ceiling_block_hit_rate": totals.ceiling_block_hit_rate,
         "predicted_hit_rate": totals.predicted_hit_rate,
         "actual_hit_rate": totals.actual_hit_rate,
+        "external_predicted_hit_rate": totals.external_predicted_hit_rate,
+        "external_hit_rate": totals.external_hit_rate,
         "coverage": totals.coverage,
         "missed_tokens": {cause.value: tokens for cause, tokens in totals.missed.items()},
         "recomputed_tokens": totals.num_recomputed_tokens,

@@ -172,7 +172,7 @@ class _Client:
                 await self._send(head + body[: rng.randrange(len(body))])
             case Phase.QUEUED:
                 await self._send(head + body)
-                came = await until(lambda: bool(self._site.narrow.turns.room.num_waiting), WAIT_SECONDS)
+                came = await until(lambda: bool(self._site.narrow.replicas.num_waiting), WAIT_SECONDS)
             case Phase.BETWEEN:
                 await self.turn()
             case _:

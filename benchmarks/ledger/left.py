@@ -42,7 +42,7 @@ def look(servers: Iterable[Server], num_engine_requests: int) -> Left:
     """What is held now in this process. Checks the ledgers' integrity on the way."""
     tickets = turns = holds = 0
     for server in servers:
-        tickets += server.turns.room.num_tickets + server.turns.room.num_waiting
+        tickets += server.replicas.num_tickets + server.replicas.num_waiting
         for namespace in server.namespaces:
             namespace.ledger.check_integrity()
             turns += sum(session.running for session in namespace.sessions.values())

@@ -99,6 +99,7 @@ class SimulatedEngine:
     def __init__(self, tokenizer: Tokenizer, chat: ChatFormat, block_size: int) -> None:
         self.info = EngineInfo("simulated", MODEL, 1 << 22, block_size=block_size, num_blocks=48_945)
         self.url = ""
+        self.num_retries = 0
         self.num_prompt_tokens = 0
         self.num_hit_tokens = 0
         self.num_answers = 0

@@ -1,0 +1,49 @@
+"""The LMCache server's command line and what vLLM is told of it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from agentserve.boot import follow_offload
+from agentserve.engines.lmcache_command import LmcacheOptions, connector_args, lmcache_command
+from agentserve.errors import SetupError
+from agentserve.settings import load
+from prefix_cache.mirror import Mirror
+
+
+def test_a_chunk_that_is_no_multiple_of_the_block_is_refused_with_one_that_is() -> None:
+    with pytest.raises(SetupError, match="--offload-chunk-tokens 256"):
+        LmcacheOptions(1 << 30, chunk_tokens=300, block_size=128)
+    with pytest.raises(SetupError, match="multiple of the engine's block of 128"):
+        follow_offload(load({("offload", "tier"): "lmcache", ("offload", "chunk_tokens"): 64}), Mirror(128), None)
+
+
+@pytest.mark.parametrize("url", ["rediss://h:1", "redis://", "redis://h/3", "h:6379"])
+def test_a_second_level_that_lmcache_cannot_reach_is_refused(url: str) -> None:
+    with pytest.raises(SetupError, match="--offload-url"):
+        LmcacheOptions(1 << 30, url=url)
+
+
+def test_the_second_level_is_named_and_its_password_is_not_among_the_arguments() -> None:
+    options = LmcacheOptions(512 << 20, url="redis://me:se%20cret@host:7000/0")
+    command = lmcache_command(options, 1, 2, Path("/run/password"))
+    values = dict(pairwise(command))
+    assert msgspec.json.decode(values["--l2-adapter"]) == {"type": "resp", "host": "host", "port": 7000, "num_workers": 2}
+    assert (values["--l1-size-gb"], values["--port"], values["--http-port"]) == ("0.5", "1", "2")
+    assert options.password == "se cret"
+    assert not any("cret" in word for word in command)
+    assert "LMCACHE_RESP_USERNAME=me" in command
+
+
+@pytest.mark.case("KVM-13")
+def test_generated_tokens_are_kept_and_a_failed_load_is_computed() -> None:
+    flag, text = connector_args(5555)
+    config = msgspec.json.decode(text)
+    assert flag == "--kv-transfer-config"
+    assert config["kv_load_failure_policy"] == "recompute"
+    assert config["kv_connector_extra_config"]["lmcache.mp.save_decode_cache"] is True
+    assert config["kv_connector_extra_config"]["lmcache.mp.port"] == 5555
