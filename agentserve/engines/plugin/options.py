@@ -60,6 +60,6 @@ def transfer_config(options: PluginOptions, beside: str | None = None) -> str:
     config["kv_connector_extra_config"] = extra
     if beside is not None:
         other = msgspec.json.decode(beside, type=dict[str, Any])
-        common = {name: other[name] for name in _COMMON if name in other}
+        common: dict[str, Any] = {name: other[name] for name in _COMMON if name in other}
         config = {"kv_connector": "MultiConnector", **common, "kv_connector_extra_config": {"connectors": [config, other]}}
     return msgspec.json.encode(config).decode()
