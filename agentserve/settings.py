@@ -64,6 +64,11 @@ class EngineSettings(Part):
     start_seconds: float = Field(300.0, gt=0, description="How long to wait for the engine to answer at start, seconds.")
     kv_tokens: int = Field(262_144, ge=256, description="KV capacity of the embedded engine, tokens; small values make evictions happen.")
     block_size: int = Field(128, ge=32, multiple_of=32, description="KV block size of the embedded engine, tokens.")
+    plugin: str = Field(
+        "off",
+        description="Eviction policy of the plugin in the engine, by name; off: plain vLLM. The embedded engine is started with it; "
+        "a running one needs the plugin of its own start, and is sent hints unless this is off.",
+    )
     max_model_len: int = Field(131_072, ge=256, description="Context length of the embedded engine, tokens (cut to its KV capacity).")
     tensor_parallel: int = Field(
         1, ge=1, description="Tensor-parallel ranks of the embedded engine; two are real shards, and slower on a CPU."

@@ -27,6 +27,10 @@ class Options:
     """Which servers take part; empty: all of the benchmark's default ones."""
     cache_folder: Path = CACHE_FOLDER
     """Where peers are installed, each in a virtual environment of its own."""
+    seeds: tuple[int, ...] = ()
+    """Empty: those of the benchmark."""
+    blocks: int = 0
+    """KV blocks of the engine (capacity); 0: the benchmark's own number."""
     url: str = ""
     """A running server to measure, where the benchmark can; empty: it starts its own."""
     traces: Path | None = None

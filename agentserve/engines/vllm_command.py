@@ -10,12 +10,16 @@ from typing import Final
 
 import msgspec
 
+from agentserve.engines.plugin.options import PluginOptions, transfer_config
+from agentserve.engines.plugin.supported import PluginUnsupported
 from agentserve.errors import SetupError
 
 SERVED_MODEL_NAME: Final = "nano"
 _BLOCK_MULTIPLE: Final = 32  # of vLLM's CPU attention kernel
 _KV_TENSORS: Final = 2  # keys and values
 _FLOAT32_BYTES: Final = 4
+
+_TRANSFER: Final = "--kv-transfer-config"
 
 _ENVIRONMENT: Final = {
     "OMP_NUM_THREADS": "1",  # spinning OpenMP threads cost a factor of ten on a machine that is shared
@@ -49,6 +53,8 @@ class EmbeddedOptions:
     dev_mode: bool = False
     """Open vLLM's development routes, such as /reset_prefix_cache."""
     start_timeout_seconds: float = 300.0
+    plugin: PluginOptions | None = None
+    """Agentserve's plugin inside vLLM; None: vLLM without it."""
     extra_args: tuple[str, ...] = ()
     """Appended to vLLM's command line, so they win over what stands there."""
 
@@ -62,6 +68,16 @@ class EmbeddedOptions:
     def num_blocks(self) -> int:
         """Usable KV blocks."""
         return self.kv_tokens // self.block_size
+
+
+def plugin_options(policy: str) -> PluginOptions | None:
+    """For the setting `engine.plugin`. Raises `SetupError` where there is no such policy."""
+    if policy == "off":
+        return None
+    try:
+        return PluginOptions.read({"policy": policy})
+    except PluginUnsupported as error:
+        raise SetupError(f"--engine-plugin: {error}") from error
 
 
 class _ModelConfig(msgspec.Struct):
@@ -123,8 +139,19 @@ def vllm_command(model_folder: Path, port: int, options: EmbeddedOptions, *, eve
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *(word for name, value in values.items() for word in (f"--{name}", value)),
         *(f"--{name}" for name in switches),
-        *options.extra_args,
+        *_extra_args(options),
     ]
+
+
+def _extra_args(options: EmbeddedOptions) -> tuple[str, ...]:
+    """Those asked for, with the plugin in front of the KV connector that they may name."""
+    if options.plugin is None:
+        return options.extra_args
+    if _TRANSFER not in options.extra_args:
+        return (_TRANSFER, transfer_config(options.plugin), *options.extra_args)
+    place = options.extra_args.index(_TRANSFER) + 1
+    both = transfer_config(options.plugin, beside=options.extra_args[place])
+    return (*options.extra_args[:place], both, *options.extra_args[place + 1 :])
 
 
 def _environment(options: EmbeddedOptions) -> list[str]:
@@ -132,5 +159,7 @@ def _environment(options: EmbeddedOptions) -> list[str]:
     names = dict(_ENVIRONMENT)
     if options.dev_mode:
         names["VLLM_SERVER_DEV_MODE"] = "1"
+    if options.plugin is not None:
+        names["VLLM_PLUGINS"] = "agentserve"  # opens the plugin's routes
     # Without written bytecode every start compiles thousands of modules again, which doubles it.
     return ["env", "-u", "PYTHONDONTWRITEBYTECODE", *(f"{name}={value}" for name, value in names.items())]
