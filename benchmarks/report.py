@@ -29,6 +29,10 @@ class Options:
     """Where peers are installed, each in a virtual environment of its own."""
     gpu: bool = False
     """Measure on the CUDA device as well, where the benchmark can."""
+    seeds: tuple[int, ...] = ()
+    """Empty: those of the benchmark."""
+    blocks: int = 0
+    """KV blocks of the engine (capacity); 0: the benchmark's own number."""
     url: str = ""
     """A running server to measure, where the benchmark can; empty: it starts its own."""
     traces: Path | None = None

@@ -11,7 +11,8 @@ from typing import Final
 
 import msgspec
 
-from agentserve.engines.plugin.options import POLICY_NAMES, transfer_config
+from agentserve.engines.plugin.options import PluginOptions, transfer_config
+from agentserve.engines.plugin.supported import PluginUnsupported
 from agentserve.errors import SetupError
 from model.nano import make_nano
 from model.nano_m3 import make_nano_m3
@@ -24,6 +25,8 @@ _BFLOAT16_BYTES: Final = 2  # of index keys, whatever the model's format
 NANO_M3: Final = "nano-m3"
 EMBEDDED_MODELS: Final[dict[str, Callable[[Path], None]]] = {"nano": make_nano, NANO_M3: make_nano_m3}
 """Generated models by name, and how each is written into its folder."""
+
+_TRANSFER: Final = "--kv-transfer-config"
 
 _ENVIRONMENT: Final = {
     "OMP_NUM_THREADS": "1",  # spinning OpenMP threads cost a factor of ten on a machine that is shared
@@ -61,8 +64,8 @@ class EmbeddedOptions:
     dev_mode: bool = False
     """Open vLLM's development routes, such as /reset_prefix_cache."""
     start_timeout_seconds: float = 300.0
-    plugin: str | None = None
-    """Eviction policy of agentserve's plugin inside vLLM; None: vLLM without it."""
+    plugin: PluginOptions | None = None
+    """Agentserve's plugin inside vLLM; None: vLLM without it."""
     extra_args: tuple[str, ...] = ()
     """Appended to vLLM's command line, so they win over what stands there."""
 
@@ -78,9 +81,6 @@ class EmbeddedOptions:
         if self.kv_tokens < self.block_size:
             raise SetupError(f"kv_tokens is {self.kv_tokens!r}: it must hold a block of {self.block_size} tokens at least.")
 
-        if self.plugin is not None and self.plugin not in POLICY_NAMES:
-            raise SetupError(f"the engine's plugin has no policy {self.plugin!r}; there are: off, {', '.join(POLICY_NAMES)}")
-
     @property
     def num_blocks(self) -> int:
         """Usable KV blocks."""
@@ -92,6 +92,16 @@ class _SparseConfig(msgspec.Struct):
 
     sparse_attention_freq: list[int] = []
     sparse_index_dim: int = 0
+
+
+def plugin_options(policy: str) -> PluginOptions | None:
+    """For the setting `engine.plugin`. Raises `SetupError` where there is no such policy."""
+    if policy == "off":
+        return None
+    try:
+        return PluginOptions.read({"policy": policy})
+    except PluginUnsupported as error:
+        raise SetupError(f"--engine-plugin: {error}") from error
 
 
 class _ModelConfig(msgspec.Struct):
@@ -164,8 +174,6 @@ def vllm_command(
             }
         ),
     }
-    if options.plugin is not None:
-        values["kv-transfer-config"] = transfer_config(options.plugin)
     switches = (
         "enforce-eager",
         "enable-prefix-caching",
@@ -180,7 +188,7 @@ def vllm_command(
         *(word for name, value in values.items() for word in (f"--{name}", value)),
         *(f"--{name}" for name in switches),
         *_index_reuse(options),
-        *options.extra_args,
+        *_extra_args(options),
     ]
 
 
@@ -189,6 +197,17 @@ def _index_reuse(options: EmbeddedOptions) -> list[str]:
         return []
     switch = {"use_index_cache": True, "index_topk_freq": options.index_topk_freq}
     return ["--hf-overrides", json.dumps({"text_config": switch})]
+
+
+def _extra_args(options: EmbeddedOptions) -> tuple[str, ...]:
+    """Those asked for, with the plugin in front of the KV connector that they may name."""
+    if options.plugin is None:
+        return options.extra_args
+    if _TRANSFER not in options.extra_args:
+        return (_TRANSFER, transfer_config(options.plugin), *options.extra_args)
+    place = options.extra_args.index(_TRANSFER) + 1
+    both = transfer_config(options.plugin, beside=options.extra_args[place])
+    return (*options.extra_args[:place], both, *options.extra_args[place + 1 :])
 
 
 def _environment(options: EmbeddedOptions, variables: Mapping[str, str]) -> list[str]:

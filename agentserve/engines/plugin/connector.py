@@ -27,6 +27,9 @@ class _Nothing(KVConnectorMetadata):  # type: ignore[misc] # vLLM is not always 
     """What the workers are told."""
 
 
+_NOTHING = _Nothing()
+
+
 class AgentserveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # as above
     """One in the scheduler's process, which orders, and one in each worker, which does nothing."""
 
@@ -64,8 +67,8 @@ class AgentserveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         if self._ordering is not None:
-            self._ordering.step()
-        return _Nothing()
+            self._ordering.step(scheduler_output.preempted_req_ids or ())
+        return _NOTHING
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         if self._ordering is not None:

@@ -68,9 +68,10 @@ class Forest:
         """A request of `branch` uses them: they are alive, and no victims. Changes state."""
         now = self._clock()
         for node in nodes:
-            self._own(node, branch)
+            if node.owners.get(branch) is not Fate.LIVE:
+                self._own(node, branch)
             node.extent.num_hits += hit
-            self._refate(node, now)
+            node.extent.fate = Fate.LIVE  # to this branch, so to all
             self._rank(node, now)
 
     def join(self, nodes: list[Node]) -> list[Node]:
@@ -133,6 +134,24 @@ class Forest:
                 if node.is_ranked and len(taken) == before:
                     raise PluginFault(f"extent {extent.id!r} was offered, and none of its blocks is free")
         return taken
+
+    def clear(self) -> list[Block]:
+        """Forget every node, and hand back their blocks, which nobody uses. Changes state."""
+        now = self._clock()
+        blocks: list[Block] = []
+        for node in list(self.nodes.values()):
+            assert node.blocks[-1].ref_cnt == 0
+            if node.is_known:
+                self._policy.forget(node.extent, now)
+            for branch in node.owners:
+                branch.nodes.pop(node, None)
+            blocks += node.blocks
+        for block in blocks:
+            self.node_of[block.block_id] = None
+        self.nodes.clear()
+        for nodes in self.waiting.values():
+            nodes.clear()
+        return blocks
 
     def set_fate(self, node: Node, branch: Branch, fate: Fate) -> None:
         """What it is to `branch` from now on; a dead owner of a node that lives on for others is forgotten. Changes state."""

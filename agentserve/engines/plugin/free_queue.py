@@ -95,6 +95,13 @@ class OrderedFreeQueue(FreeKVCacheBlockQueue):  # type: ignore[misc] # vLLM is n
         """Every free block, in plain LRU order behind the listed ones."""
         return [*super().get_all_free_blocks(), *self._idle()]
 
+    def flush(self) -> None:
+        """vLLM has emptied its prefix cache: no block is worth more than another."""
+        blocks = self._forest.clear()
+        self.num_free_blocks -= len(blocks)
+        self.num_listed += len(blocks)
+        super().append_n(blocks)
+
     def fall_back(self, error: Exception, taken: list[Any]) -> None:
         """The stock queue in its place, with all free blocks but those just `taken`, in the order that it would have had."""
         self._on_fault(error)

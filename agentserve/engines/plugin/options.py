@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 import msgspec
@@ -13,6 +13,8 @@ from agentserve.engines.plugin.supported import PluginUnsupported
 
 CONNECTOR: Final = "AgentserveConnector"
 MODULE: Final = "agentserve.engines.plugin.connector"
+_COMMON: Final = ("kv_role", "kv_load_failure_policy", "engine_id")
+"""What vLLM reads of the outer configuration, where several connectors stand in one."""
 POLICY_NAMES: Final = tuple(name for name, choice in EVICTION_POLICIES.items() if not choice.needs_future)
 
 
@@ -51,12 +53,13 @@ class PluginOptions:
         return options
 
 
-def transfer_config(policy: str | None = None, parameters: Mapping[str, float] | None = None) -> str:
-    """The value of vLLM's --kv-transfer-config that carries the plugin alone."""
-    extra: dict[str, Any] = {}
-    if policy is not None:
-        extra["policy"] = policy
-    if parameters:
-        extra["parameters"] = dict(parameters)
-    config = {"kv_connector": CONNECTOR, "kv_connector_module_path": MODULE, "kv_role": "kv_producer", "kv_connector_extra_config": extra}
+def transfer_config(options: PluginOptions, beside: str | None = None) -> str:
+    """The value of vLLM's --kv-transfer-config that carries the plugin: alone, or in front of the connector that `beside` configures."""
+    extra = {name: value for name, value in asdict(options).items() if value != getattr(PluginOptions(), name)}
+    config: dict[str, Any] = {"kv_connector": CONNECTOR, "kv_connector_module_path": MODULE, "kv_role": "kv_producer"}
+    config["kv_connector_extra_config"] = extra
+    if beside is not None:
+        other = msgspec.json.decode(beside, type=dict[str, Any])
+        common: dict[str, Any] = {name: other[name] for name in _COMMON if name in other}
+        config = {"kv_connector": "MultiConnector", **common, "kv_connector_extra_config": {"connectors": [config, other]}}
     return msgspec.json.encode(config).decode()

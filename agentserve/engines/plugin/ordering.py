@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from admission.eviction.choice import PolicyParameterError
@@ -21,6 +21,7 @@ class Ordering:
     def __init__(self, pool: Any, options: PluginOptions, clock: Callable[[], float], warn: Callable[[str, Exception], None]) -> None:
         self._pool = pool
         self._warn = warn
+        self._cache = pool.cached_block_hash_to_block
         self._num_errors = 0
         self._off_because = ""
         returns = ReturnModel(_return_parameters(options))
@@ -35,6 +36,9 @@ class Ordering:
         return self._pool.free_block_queue is self._queue
 
     def arrived(self, request: Any) -> None:
+        if self._pool.cached_block_hash_to_block is not self._cache:  # vLLM takes a new one when it resets its prefix cache
+            self._cache = self._pool.cached_block_hash_to_block
+            self._safely(self._queue.flush)
         self._safely(self._retention.arrived, request)
 
     def placed(self, request: Any, blocks: Any) -> None:
@@ -43,8 +47,9 @@ class Ordering:
     def finished(self, request: Any, block_ids: list[int]) -> None:
         self._safely(self._retention.finished, request, block_ids)
 
-    def step(self) -> None:
-        self._safely(self._retention.step)
+    def step(self, preempted_ids: Collection[str]) -> None:
+        if preempted_ids or self._retention.has_waiting:
+            self._safely(self._retention.step, preempted_ids)
 
     def take_batch(self, batch: HintBatch) -> None:
         """Raises PolicyParameterError or KeyError where the policy that it asks for cannot be had."""

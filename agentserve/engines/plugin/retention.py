@@ -7,7 +7,7 @@ It is told when a request comes, gets its blocks, and is over; it knows vLLM's r
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -27,6 +27,7 @@ _NO_HINTS: Final = TurnHints()
 class _Request:
     """A request of the engine between its arrival and its end."""
 
+    request: Any
     branch: Branch
     hints: TurnHints
 
@@ -53,6 +54,8 @@ class Retention:
         self._returns = returns
         self._clock = clock
         self._requests: dict[str, _Request] = {}
+        self._queued: dict[str, Any] = {}
+        """Requests that came and have no blocks yet."""
         self._awaited: list[tuple[float, str]] = []
         self._sweep_at = _LEAST_SWEEP
         self.forest = Forest(pool.num_gpu_blocks, self._build(options.policy, options.parameters), clock)
@@ -70,10 +73,11 @@ class Retention:
         branch = session.branches.get(name)
         if branch is None:
             branch = session.branches[name] = Branch(session, name)
-        self._requests[request.request_id] = _Request(branch, hints)
+        self._requests[request.request_id] = _Request(request, branch, hints)
         self.forest.unprotect(_awaited(session_id))
-        if len(self.forest.waiting) < self._protected_requests:
-            self.forest.protect(request.request_id, self._resident(request))
+        self._queued[request.request_id] = request
+        if len(self._queued) > 1:  # else it is the next to be placed
+            self._protect_queued()
         for hint in hints.others:
             self.tell(hint)
 
@@ -82,14 +86,14 @@ class Retention:
         known = self._requests[request.request_id]
         nodes = self.forest.trace(_cached(blocks), known.branch)
         self.forest.hold(nodes, known.branch)
-        self.forest.unprotect(request.request_id)
+        self._leave_queue(request.request_id)
 
     def finished(self, request: Any, block_ids: list[int]) -> None:
         """It is over, however it ended; its blocks are let go right after. Changes state."""
         known = self._requests.pop(request.request_id, None)
         if known is None:
             return
-        self.forest.unprotect(request.request_id)
+        self._leave_queue(request.request_id)
         branch, session = known.branch, known.branch.session
         pool_blocks = self._pool.blocks
         nodes = self.forest.trace(_cached([pool_blocks[block_id] for block_id in block_ids]), branch)
@@ -137,11 +141,33 @@ class Retention:
             self.policy, self.parameters = batch.policy, dict(batch.parameters)
             self.forest.switch(policy)
 
-    def step(self) -> None:
-        """A step of the engine was scheduled: what was awaited for long enough is not any more."""
+    @property
+    def has_waiting(self) -> bool:
+        """Whether there is anything for `step` to do."""
+        return bool(self._queued or self._awaited)
+
+    def step(self, preempted_ids: Iterable[str] = ()) -> None:
+        """A step of the engine was scheduled: who still waits is protected; what was awaited for long enough is not any more."""
+        for request_id in preempted_ids:
+            if request_id in self._requests:
+                self._queued[request_id] = self._requests[request_id].request
+        if self._queued:
+            self._protect_queued()
         now = self._clock()
         while self._awaited and self._awaited[0][0] <= now:
             self.forest.unprotect(_awaited(heapq.heappop(self._awaited)[1]))
+
+    def _protect_queued(self) -> None:
+        """Most requests are placed in the step after they came and never need it; these wait, or others are before them."""
+        for request_id, request in self._queued.items():
+            if len(self.forest.waiting) >= self._protected_requests:
+                break
+            if request_id not in self.forest.waiting:
+                self.forest.protect(request_id, self._resident(request))
+
+    def _leave_queue(self, request_id: str) -> None:
+        self._queued.pop(request_id, None)
+        self.forest.unprotect(request_id)
 
     def _build(self, policy: str, parameters: Mapping[str, float]) -> Any:
         return EVICTION_POLICIES[policy].build(Pool(self._pool.num_gpu_blocks - 1, self._returns), parameters)
@@ -194,7 +220,7 @@ class Retention:
     def _judge(self, nodes: list[Node], known: _Request) -> None:
         """What the request's end says of the branch's nodes: which are cut, which generated for nobody, which a side request's."""
         branch, hints = known.branch, known.hints
-        if hints.branch_id is not None and nodes:
+        if hints.branch_id is not None and 0 < len(nodes) < len(branch.nodes):
             on_path = set(nodes)
             for node in [node for node in branch.nodes if node not in on_path]:
                 self.forest.set_fate(node, branch, Fate.CUT)

@@ -24,7 +24,15 @@ QUEUE_METHODS: Final = {
 
 _QUEUE_FIELDS: Final = ("num_free_blocks", "fake_free_list_head", "fake_free_list_tail")
 _BLOCK_FIELDS: Final = ("block_id", "ref_cnt", "block_hash", "is_null", "prev_free_block", "next_free_block")
-_POOL_FIELDS: Final = ("num_gpu_blocks", "hash_block_size", "blocks", "null_block", "free_block_queue", "get_cached_block")
+_POOL_FIELDS: Final = (
+    "num_gpu_blocks",
+    "hash_block_size",
+    "blocks",
+    "null_block",
+    "free_block_queue",
+    "get_cached_block",
+    "cached_block_hash_to_block",
+)
 
 
 class PluginUnsupported(RuntimeError):
