@@ -60,6 +60,10 @@ class Metrics:
         self.broken_heads = self._counter("broken_heads", "New heads that left one that is like them, by where they did", "place")
         self.state_loads = self._counter("state_loads", "Questions to Redis about a session, by whether it knew something new", "outcome")
         self.state_saves = self._counter("state_saves", "Sessions written to Redis")
+        self.state_response_loads = self._counter(
+            "state_response_loads", "Questions to Redis about a Response that is not in memory, by whether it was found", "outcome"
+        )
+        self.state_response_saves = self._counter("state_response_saves", "Responses written to Redis")
         self.state_failures = self._counter("state_failures", "Calls to Redis that gave nothing, by reason", "reason")
         self.first_token = Histogram(
             "agentserve_time_to_first_token_seconds", "From request to first generated token", registry=self.registry, buckets=SECONDS

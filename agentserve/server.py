@@ -16,6 +16,7 @@ from agentserve.metrics import Metrics
 from agentserve.replicas import Replicas
 from agentserve.sessions import Namespace, Namespaces
 from agentserve.settings import Settings
+from agentserve.state.responses import StoredResponses
 from agentserve.turns import Turns
 
 
@@ -31,6 +32,7 @@ class Server:
     deliveries: Deliveries
     media: MediaTurns
     created: int
+    stored_responses: StoredResponses | None = None
 
     @property
     def replicas(self) -> Replicas:
