@@ -434,7 +434,7 @@ def test_a_record_is_read_as_it_was_written_and_by_its_owner_only(
 ) -> None:
     data = encode_record(OWNER, session, before, items, left, followed=followed)
     record = decode_record(data, OWNER)
-    assert (record.session, record.before, record.items, record.left) == (session, before, tuple(items), left)
+    assert (record.session, record.before(), record.items, record.left) == (session, before, tuple(items), left)
     for other in (Owner(b"other", "key", OWNER.id), Owner(b"deployment", "other", OWNER.id), Owner(b"deployment", "key", "other")):
         with pytest.raises(Damaged):
             decode_record(data, other)

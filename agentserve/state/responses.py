@@ -55,6 +55,14 @@ class Listeners:
     failed: Callable[[Failure], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Which record of a chain cannot be read, and why."""
+
+    id: str
+    error: Damaged
+
+
 class StoredResponses:
     """One per server: what its `memory` has, and behind it the store, over the line and the writer of its `sessions`."""
 
@@ -144,14 +152,14 @@ class StoredResponses:
 
     async def _take(self, namespace: Namespace, response_id: str, data: bytes | None, deadline: float) -> bool:
         """Make a response out of its record and those of its predecessors; False if one of them is nowhere."""
-        record = await self._decode(namespace, response_id, data)
-        if record is None or record.left is not Left.ALL:
+        decoded = await self._decode(namespace, (response_id,), (data,))
+        if decoded is None or decoded[0].left is not Left.ALL:
             return False
-        last, missing = self._last_here(namespace, record.before)
+        last, missing = self._last_here(namespace, decoded[0].before())
         before = await self._read(namespace, missing, deadline)
         if before is None:
             return False
-        self._graft(namespace, last, [*before, record])
+        self._graft(namespace, last, [*before, *decoded])
         return True
 
     def _last_here(self, namespace: Namespace, before: Sequence[str]) -> tuple[StoredResponse | None, Sequence[str]]:
@@ -166,23 +174,32 @@ class StoredResponses:
         if not response_ids:
             return []
         found = await self._link.run(partial(records, keys=self._records(namespace, response_ids)), deadline - self._clock())
-        read = []
-        for response_id, data in zip(response_ids, found or (), strict=found is not None):
-            record = await self._decode(namespace, response_id, data)
-            if record is None:
-                return None
-            read.append(record)
-        return read if found is not None else None
+        return await self._decode(namespace, response_ids, found) if found is not None else None
 
-    async def _decode(self, namespace: Namespace, response_id: str, data: bytes | None) -> ResponseRecord | None:
-        """A record with its items; None if there is none."""
-        try:
-            if data is None or left_of(data) in (Left.UNKNOWN, Left.NOTHING):
-                return None
-            return await _compute(partial(decode_record, data, self._owner(namespace, response_id)), len(data))
-        except Damaged as error:
-            self._damaged(self._keys(namespace, response_id), error)
+    async def _decode(
+        self, namespace: Namespace, response_ids: Sequence[str], found: Sequence[bytes | None]
+    ) -> list[ResponseRecord] | None:
+        """What was found of these, with their items; None if one is missing."""
+        data = [one for one in found if one is not None]
+        if len(data) < len(found):
             return None
+
+        def unpack() -> list[ResponseRecord] | Damage | None:
+            read = []
+            for response_id, one in zip(response_ids, data, strict=True):
+                try:
+                    if left_of(one) in (Left.UNKNOWN, Left.NOTHING):
+                        return None
+                    read.append(decode_record(one, self._owner(namespace, response_id)))
+                except Damaged as error:
+                    return Damage(response_id, error)
+            return read
+
+        read = await _compute(unpack, sum(map(len, data)))
+        if isinstance(read, Damage):
+            self._damaged(self._keys(namespace, read.id), read.error)
+            return None
+        return read
 
     def _graft(self, namespace: Namespace, previous: StoredResponse | None, chain: Sequence[ResponseRecord]) -> None:
         """Add responses to memory, each of which builds on the one before it. What has come there meanwhile stays as it is."""
@@ -209,7 +226,7 @@ class StoredResponses:
             return True
         since = self._prolonged.get(before[-1]) if before else self._clock()
         prolong = since is None or self._clock() - since > self._prolong_seconds
-        keys = [self._keys(namespace, one.id) for one in before]
+        keys = self._all_keys(namespace, [one.id for one in before])
         save = partial(keep, entry=entry, before=keys, ttl_milliseconds=self._ttl_milliseconds, prolong=prolong)
         is_whole = await self._link.run(save, self._save_seconds)
         if is_whole is None or (not is_whole and not await self._complete(namespace, before)):
@@ -276,12 +293,15 @@ class StoredResponses:
         return Owner(self._deployment, namespace.name, response_id)
 
     def _records(self, namespace: Namespace, response_ids: Iterable[str]) -> list[bytes]:
-        return [self._keys(namespace, one).record for one in response_ids]
+        return [keys.record for keys in self._all_keys(namespace, response_ids)]
 
     def _keys(self, namespace: Namespace, response_id: str) -> Keys:
-        space = b"agentserve:%d:%s:%s" % (SCHEMA, self._deployment.hex().encode(), namespace.name.encode())
-        number = response_id.encode("utf-8", "surrogatepass")
-        return Keys(b"%s:response:%s" % (space, number), b"%s:response-body:%s" % (space, number))
+        return self._all_keys(namespace, (response_id,))[0]
+
+    def _all_keys(self, namespace: Namespace, response_ids: Iterable[str]) -> list[Keys]:
+        space = b"agentserve:%d:%s:%s:response" % (SCHEMA, self._deployment.hex().encode(), namespace.name.encode())
+        numbers = [b":" + response_id.encode("utf-8", "surrogatepass") for response_id in response_ids]
+        return [Keys(space + number, space + b"-body" + number) for number in numbers]
 
 
 async def _compute(work: Callable[[], T], num_bytes: int) -> T:

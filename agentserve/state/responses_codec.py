@@ -67,13 +67,18 @@ _items = msgspec.msgpack.Decoder(tuple[bytes, ...])
 
 @dataclass(frozen=True, slots=True)
 class ResponseRecord:
-    """A response as it was read. `before`: the ids of all that it builds on, the oldest first; `items`: its own, as JSON text."""
+    """A response as it was read. `numbers`: of all that it builds on, the oldest first; `items`: its own, as JSON text."""
 
     id: str
     session: str
-    before: Sequence[str]
+    numbers: bytes
     items: tuple[bytes, ...]
     left: Left
+
+    def before(self) -> Sequence[str]:
+        """The ids of all that it builds on, the oldest first."""
+        digits = self.numbers.hex()
+        return [_PREFIX + digits[start : start + NUMBER_DIGITS] for start in range(0, len(digits), NUMBER_DIGITS)]
 
 
 def is_response_id(text: str) -> bool:
@@ -92,10 +97,10 @@ def left_of(record: bytes | None) -> Left:
 
 
 def encode_record(owner: Owner, session: str, before: Sequence[str], items: Sequence[bytes], left: Left, *, followed: bool) -> bytes:
-    """The record of a response; `before` as in `ResponseRecord`."""
+    """The record of a response that builds on those `before`, the oldest first."""
     if left is Left.NOTHING:
         return ALONE + bytes(left.value)
-    numbers = b"".join(bytes.fromhex(one.removeprefix(_PREFIX)) for one in before)
+    numbers = bytes.fromhex("".join(one.removeprefix(_PREFIX) for one in before))
     packed = zlib.compress(msgspec.msgpack.encode(items), _COMPRESSION)
     record = msgspec.msgpack.encode(_Record(owner, session, numbers, packed))
     return (FOLLOWED if followed else ALONE) + bytes(left.value) + record
@@ -122,9 +127,7 @@ def decode_record(data: bytes, owner: Owner) -> ResponseRecord:
     _check(record.owner, owner)
     if len(record.before) % _NUMBER_BYTES:
         raise Damaged(f"the predecessors of response {owner.id!r} are cut off")
-    numbers = record.before.hex()
-    before = [_PREFIX + numbers[start : start + NUMBER_DIGITS] for start in range(0, len(numbers), NUMBER_DIGITS)]
-    return ResponseRecord(owner.id, record.session, before, items, left)
+    return ResponseRecord(owner.id, record.session, record.before, items, left)
 
 
 def encode_body(owner: Owner, body: bytes) -> bytes:
