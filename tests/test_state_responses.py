@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from secrets import token_bytes, token_hex
@@ -22,7 +22,18 @@ from agentserve.state.breaker import Failure
 from agentserve.state.codec import Damaged
 from agentserve.state.link import RedisLink
 from agentserve.state.responses import StoredResponses
-from agentserve.state.responses_codec import MAX_BYTES, Left, Owner, bury, decode_body, decode_record, encode_body, encode_record, left_of
+from agentserve.state.responses_codec import (
+    MAX_BYTES,
+    Left,
+    Owner,
+    ResponseBody,
+    bury,
+    decode_body,
+    decode_record,
+    encode_body,
+    encode_record,
+    left_of,
+)
 from model.conversation import ToolCall
 from tests.processes import wait_until
 from tests.redis_server import RedisServer, running_redis
@@ -428,13 +439,11 @@ ids = st.lists(st.binary(min_size=24, max_size=24).map(lambda number: f"resp_{nu
 
 
 @settings(max_examples=50)
-@given(ids, st.lists(st.binary(), max_size=5), st.sampled_from([Left.ALL, Left.ITEMS]), st.booleans(), st.text(max_size=20))
-def test_a_record_is_read_as_it_was_written_and_by_its_owner_only(
-    before: list[str], items: list[bytes], left: Left, followed: bool, session: str
-) -> None:
-    data = encode_record(OWNER, session, before, items, left, followed=followed)
+@given(st.lists(st.binary(), max_size=5), st.sampled_from([Left.ALL, Left.ITEMS]), st.booleans(), st.text(max_size=20))
+def test_a_record_is_read_as_it_was_written_and_by_its_owner_only(items: list[bytes], left: Left, followed: bool, session: str) -> None:
+    data = encode_record(OWNER, session, items, left, followed=followed)
     record = decode_record(data, OWNER)
-    assert (record.session, record.before(), record.items, record.left) == (session, before, tuple(items), left)
+    assert (record.session, record.items, record.left) == (session, tuple(items), left)
     for other in (Owner(b"other", "key", OWNER.id), Owner(b"deployment", "other", OWNER.id), Owner(b"deployment", "key", "other")):
         with pytest.raises(Damaged):
             decode_record(data, other)
@@ -444,15 +453,27 @@ def test_a_record_is_read_as_it_was_written_and_by_its_owner_only(
 
 
 @given(st.binary(min_size=2), st.integers(0, 200), st.integers(0, 255))
-def test_no_damage_to_a_record_or_a_body_is_anything_but_damaged(noise: bytes, place: int, value: int) -> None:
-    record = encode_record(OWNER, "session", [OWNER.id], [b"item"], Left.ALL, followed=False)
+def test_no_damage_to_a_record_is_anything_but_damaged(noise: bytes, place: int, value: int) -> None:
+    record = encode_record(OWNER, "session", [b"item"], Left.ALL, followed=False)
     changed = bytearray(record)
     changed[place % len(record)] = value
     for data in (noise, bytes(changed), record[: place % len(record)]):
         try:
             if left_of(data) is not Left.UNKNOWN:
                 decode_record(data, OWNER)
-            decode_body(data, OWNER)
         except Damaged:
             pass
-    assert decode_body(encode_body(OWNER, noise), OWNER) == noise
+
+
+@settings(max_examples=50)
+@given(ids, st.none() | st.binary(), st.integers(0, 200), st.integers(0, 255))
+def test_a_body_is_read_as_it_was_written_or_is_damaged(before: list[str], body: bytes | None, place: int, value: int) -> None:
+    data = encode_body(OWNER, body, before)
+    assert decode_body(data, OWNER) == ResponseBody(body, before)
+    with pytest.raises(Damaged):
+        decode_body(data, Owner(b"deployment", "other", OWNER.id))
+    changed = bytearray(data)
+    changed[place % len(data)] = value
+    for noise in (bytes(changed), data[: place % len(data)]):
+        with suppress(Damaged):
+            decode_body(noise, OWNER)

@@ -24,6 +24,7 @@ from agentserve.state.responses_codec import (
     MAX_BYTES,
     Left,
     Owner,
+    ResponseBody,
     ResponseRecord,
     decode_body,
     decode_record,
@@ -106,14 +107,15 @@ class StoredResponses:
         deadline = self._clock() + self._timeout_seconds
         known = [one for one in asked if self._memory.find(namespace, one) is not None]
         others = [one for one in asked if one not in known and not self._is_removed(namespace, one)]
-        question = partial(look, known=self._records(namespace, known), others=self._records(namespace, others))
-        found = await self._link.run(question, self._timeout_seconds) if known or others else Found((), ())
+        question = partial(look, known=self._records(namespace, known), others=self._all_keys(namespace, others))
+        found = await self._link.run(question, self._timeout_seconds) if known or others else Found((), (), ())
         if found is None:
             return
         for response_id, header in zip(known, found.headers, strict=True):
             self._forget_deleted(namespace, response_id, header)
-        for response_id, data in zip(others, found.records, strict=True):
-            self._tell.loaded(await self._take(namespace, response_id, data, deadline))
+        for response_id, record, body in zip(others, found.records, found.bodies, strict=True):
+            is_whole = record is not None and body is not None and await self._take(namespace, response_id, record, body, deadline)
+            self._tell.loaded(is_whole)
 
     async def body(self, namespace: Namespace, response_id: str) -> bytes | None:
         """A response as it was answered; None if it is not known, or deleted."""
@@ -124,10 +126,8 @@ class StoredResponses:
             self._forget_deleted(namespace, response_id, header)
             here = self._memory.find(namespace, response_id)
             if (here is None or here.body is None) and header[1:] == Left.ALL.value and data is not None:
-                try:
-                    return await _compute(partial(decode_body, data, self._owner(namespace, response_id)), len(data))
-                except Damaged as error:
-                    self._damaged(keys, error)
+                found_body = await self._decode_body(namespace, response_id, data)
+                return found_body.body if found_body is not None else None
         here = self._memory.find(namespace, response_id)
         return here.body if here is not None else None
 
@@ -150,16 +150,19 @@ class StoredResponses:
         await self.settled(self._writer.add(removal_of(keys.record), remove))
         return was_there[0] if was_there else known
 
-    async def _take(self, namespace: Namespace, response_id: str, data: bytes | None, deadline: float) -> bool:
-        """Make a response out of its record and those of its predecessors; False if one of them is nowhere."""
-        decoded = await self._decode(namespace, (response_id,), (data,))
+    async def _take(self, namespace: Namespace, response_id: str, record: bytes, body: bytes, deadline: float) -> bool:
+        """Make a response out of its record, its body, and the records of its predecessors; False if one of them is nowhere."""
+        decoded = await self._decode(namespace, (response_id,), (record,))
         if decoded is None or decoded[0].left is not Left.ALL:
             return False
-        last, missing = self._last_here(namespace, decoded[0].before())
+        named = await self._decode_body(namespace, response_id, body)
+        if named is None:
+            return False
+        last, missing = self._last_here(namespace, named.before)
         before = await self._read(namespace, missing, deadline)
         if before is None:
             return False
-        self._graft(namespace, last, [*before, *decoded])
+        self._graft(namespace, last, [*before, *decoded], named.body)
         return True
 
     def _last_here(self, namespace: Namespace, before: Sequence[str]) -> tuple[StoredResponse | None, Sequence[str]]:
@@ -197,16 +200,28 @@ class StoredResponses:
 
         read = await _compute(unpack, sum(map(len, data)))
         if isinstance(read, Damage):
-            self._damaged(self._keys(namespace, read.id), read.error)
+            keys = self._keys(namespace, read.id)
+            self._damaged(keys.record, read.error, keys.record, keys.body)
             return None
         return read
 
-    def _graft(self, namespace: Namespace, previous: StoredResponse | None, chain: Sequence[ResponseRecord]) -> None:
-        """Add responses to memory, each of which builds on the one before it. What has come there meanwhile stays as it is."""
+    async def _decode_body(self, namespace: Namespace, response_id: str, data: bytes) -> ResponseBody | None:
+        try:
+            return await _compute(partial(decode_body, data, self._owner(namespace, response_id)), len(data))
+        except Damaged as error:
+            keys = self._keys(namespace, response_id)
+            self._damaged(keys.body, error, keys.body)
+            return None
+
+    def _graft(self, namespace: Namespace, previous: StoredResponse | None, chain: Sequence[ResponseRecord], body: bytes | None) -> None:
+        """Add responses to memory, each of which builds on the one before it, the last one with its body.
+
+        What has come there meanwhile stays as it is.
+        """
         for record in chain:
             response = self._memory.find(namespace, record.id)
             if response is None:
-                response = StoredResponse(record.id, record.session, None, record.items, previous)
+                response = StoredResponse(record.id, record.session, body if record is chain[-1] else None, record.items, previous)
                 if previous is not None and previous in self._prolonged:
                     self._prolonged[response] = self._prolonged[previous]
                 if record.left is Left.ALL:
@@ -261,13 +276,13 @@ class StoredResponses:
         if response in self._too_large or (before and before[-1] in self._too_large):
             self._too_large.add(response)
             return None
-        owner, body = self._owner(namespace, response.id), response.body if left is Left.ALL else None
+        owner = self._owner(namespace, response.id)
         names = [one.id for one in before]
         is_followed = followed or response.num_followers > 0
 
         def pack() -> tuple[bytes, bytes | None]:
-            record = encode_record(owner, response.session_id, names, response.items, left, followed=is_followed)
-            return record, encode_body(owner, body) if body is not None else None
+            record = encode_record(owner, response.session_id, response.items, left, followed=is_followed)
+            return record, encode_body(owner, response.body, names) if left is Left.ALL else None
 
         record, packed = await _compute(pack, response.num_bytes)
         if max(len(record), len(packed or b"")) > MAX_BYTES:
@@ -280,10 +295,10 @@ class StoredResponses:
         if header[1:] in (Left.ITEMS.value, Left.NOTHING.value):
             self._memory.forget(namespace, response_id)
 
-    def _damaged(self, keys: Keys, error: Damaged) -> None:
+    def _damaged(self, key: bytes, error: Damaged, *keys: bytes) -> None:
         self._tell.failed(Failure.DAMAGED)
         _log.error("stored response is removed", reason=str(error))
-        self._writer.add(removal_of(keys.record), lambda: self._link.run(partial(drop, keys=keys), self._save_seconds))
+        self._writer.add(removal_of(key), lambda: self._link.run(partial(drop, keys=keys), self._save_seconds))
 
     def _is_removed(self, namespace: Namespace, response_id: str) -> bool:
         """Whether its deletion waits for the store."""

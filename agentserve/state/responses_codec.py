@@ -1,4 +1,4 @@
-"""How a stored Response stands in the state store: a record, which a chain needs of it, and its body, which only its reader needs.
+"""How a stored Response stands in the state store: a record, which whatever builds on it needs, and a body, for who asks for it by id.
 
 A record begins with two bytes that are read and set alone: whether another response builds on it, and what of it is left. Where
 it was deleted, that stays known for as long as it would have lived, since other servers may have it in memory.
@@ -51,13 +51,13 @@ class Owner(msgspec.Struct, array_like=True, frozen=True):
 class _Record(msgspec.Struct, array_like=True, frozen=True, tag="response"):
     owner: Owner
     session: str
-    before: bytes
     items: bytes
 
 
 class _Body(msgspec.Struct, array_like=True, frozen=True, tag="body"):
     owner: Owner
-    body: bytes
+    before: bytes
+    body: bytes | None
 
 
 _records = msgspec.msgpack.Decoder(_Record)
@@ -67,18 +67,20 @@ _items = msgspec.msgpack.Decoder(tuple[bytes, ...])
 
 @dataclass(frozen=True, slots=True)
 class ResponseRecord:
-    """A response as it was read. `numbers`: of all that it builds on, the oldest first; `items`: its own, as JSON text."""
+    """A response as a link of a chain; `items`: its own, as JSON text."""
 
     id: str
     session: str
-    numbers: bytes
     items: tuple[bytes, ...]
     left: Left
 
-    def before(self) -> Sequence[str]:
-        """The ids of all that it builds on, the oldest first."""
-        digits = self.numbers.hex()
-        return [_PREFIX + digits[start : start + NUMBER_DIGITS] for start in range(0, len(digits), NUMBER_DIGITS)]
+
+@dataclass(frozen=True, slots=True)
+class ResponseBody:
+    """A response as it was answered, None if its writer did not have that; `before`: the ids of all that it builds on, the oldest first."""
+
+    body: bytes | None
+    before: Sequence[str]
 
 
 def is_response_id(text: str) -> bool:
@@ -96,14 +98,10 @@ def left_of(record: bytes | None) -> Left:
         raise Damaged(f"no record of a response begins with {record[:HEADER_BYTES]!r}") from error
 
 
-def encode_record(owner: Owner, session: str, before: Sequence[str], items: Sequence[bytes], left: Left, *, followed: bool) -> bytes:
-    """The record of a response that builds on those `before`, the oldest first."""
-    if left is Left.NOTHING:
-        return ALONE + bytes(left.value)
-    numbers = bytes.fromhex("".join(one.removeprefix(_PREFIX) for one in before))
+def encode_record(owner: Owner, session: str, items: Sequence[bytes], left: Left, *, followed: bool) -> bytes:
+    """The record of a response."""
     packed = zlib.compress(msgspec.msgpack.encode(items), _COMPRESSION)
-    record = msgspec.msgpack.encode(_Record(owner, session, numbers, packed))
-    return (FOLLOWED if followed else ALONE) + bytes(left.value) + record
+    return (FOLLOWED if followed else ALONE) + bytes(left.value) + msgspec.msgpack.encode(_Record(owner, session, packed))
 
 
 def bury(record: bytes | None) -> bytes:
@@ -125,25 +123,27 @@ def decode_record(data: bytes, owner: Owner) -> ResponseRecord:
     except (msgspec.MsgspecError, zlib.error, UnicodeDecodeError) as error:
         raise Damaged(f"the record of response {owner.id!r} cannot be read: {error}") from error
     _check(record.owner, owner)
-    if len(record.before) % _NUMBER_BYTES:
-        raise Damaged(f"the predecessors of response {owner.id!r} are cut off")
-    return ResponseRecord(owner.id, record.session, record.before, items, left)
+    return ResponseRecord(owner.id, record.session, items, left)
 
 
-def encode_body(owner: Owner, body: bytes) -> bytes:
-    """The finished response, apart from its record: it repeats tools and instructions, and no chain needs it."""
-    return msgspec.msgpack.encode(_Body(owner, zlib.compress(body, _COMPRESSION)))
+def encode_body(owner: Owner, body: bytes | None, before: Sequence[str]) -> bytes:
+    """What stands apart from the record, as no chain needs it: the body repeats tools and instructions."""
+    numbers = bytes.fromhex("".join(one.removeprefix(_PREFIX) for one in before))
+    return msgspec.msgpack.encode(_Body(owner, numbers, None if body is None else zlib.compress(body, _COMPRESSION)))
 
 
-def decode_body(data: bytes, owner: Owner) -> bytes:
+def decode_body(data: bytes, owner: Owner) -> ResponseBody:
     """Raises Damaged, also where the body is another's."""
     try:
-        record = _bodies.decode(data)
-        body = zlib.decompress(record.body)
+        found = _bodies.decode(data)
+        body = None if found.body is None else zlib.decompress(found.body)
     except (msgspec.MsgspecError, zlib.error, UnicodeDecodeError) as error:
         raise Damaged(f"the body of response {owner.id!r} cannot be read: {error}") from error
-    _check(record.owner, owner)
-    return body
+    _check(found.owner, owner)
+    if len(found.before) % _NUMBER_BYTES:
+        raise Damaged(f"the predecessors of response {owner.id!r} are cut off")
+    digits = found.before.hex()
+    return ResponseBody(body, [_PREFIX + digits[start : start + NUMBER_DIGITS] for start in range(0, len(digits), NUMBER_DIGITS)])
 
 
 def _check(found: Owner, asked: Owner) -> None:

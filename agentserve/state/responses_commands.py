@@ -27,7 +27,7 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One response as it is to be stored; without a `body` if that is not known here."""
+    """One response as it is to be stored; without a `body` if nobody may ask for it."""
 
     keys: Keys
     record: bytes
@@ -74,17 +74,21 @@ async def write(client: Redis, entries: Sequence[Entry], ttl_milliseconds: int) 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The first bytes of the records of known responses, and the whole records of others."""
+    """The first bytes of the records of known responses, and the records and bodies of others."""
 
     headers: Sequence[bytes]
     records: Sequence[bytes | None]
+    bodies: Sequence[bytes | None]
 
 
-async def look(client: Redis, known: Sequence[bytes], others: Sequence[bytes]) -> Found:
+async def look(client: Redis, known: Sequence[bytes], others: Sequence[Keys]) -> Found:
     """One round trip."""
     commands: list[Command] = [("GETRANGE", key, 0, HEADER_BYTES - 1) for key in known]
-    replies = await send(client, *commands, *([("MGET", *others)] if others else ()))
-    return Found(replies[: len(known)], replies[-1] if others else ())
+    if others:
+        commands.append(("MGET", *(keys.record for keys in others), *(keys.body for keys in others)))
+    replies = await send(client, *commands)
+    found = replies[-1] if others else []
+    return Found(replies[: len(known)], found[: len(others)], found[len(others) :])
 
 
 async def records(client: Redis, keys: Sequence[bytes]) -> Sequence[bytes | None]:
@@ -112,7 +116,7 @@ async def delete(client: Redis, keys: Keys, ttl_milliseconds: int, *, known: boo
     return known if before is None else bool(before[1:HEADER_BYTES] == Left.ALL.value)
 
 
-async def drop(client: Redis, keys: Keys) -> bool:
+async def drop(client: Redis, keys: Sequence[bytes]) -> bool:
     """Remove what cannot be read."""
-    await send(client, ("UNLINK", keys.record, keys.body))
+    await send(client, ("UNLINK", *keys))
     return True
