@@ -46,6 +46,7 @@ from agentserve.retention import Retention
 from agentserve.server import Server
 from agentserve.sessions import Namespaces
 from agentserve.settings import EngineSettings, Settings, StateSettings
+from agentserve.state import responses as response_state
 from agentserve.state.breaker import Failure
 from agentserve.state.link import RedisLink
 from agentserve.state.stored import Listeners, StoredSessions
@@ -290,7 +291,8 @@ def build(
         settings.limits.kept_answer_bytes, settings.limits.kept_answer_seconds, clock, lambda outcome: metrics.retries.labels(outcome).inc()
     )
     metrics.watch("kept_answer_bytes", "Whole answers that are kept for clients that ask again", lambda: deliveries.num_bytes)
-    return Server(settings, turns, namespaces, metrics, responses, deliveries, media, Policies(replicas, lifecycle, picked), created)
+    kept = stored_responses(settings.state, responses, turns.stored, metrics, clock)
+    return Server(settings, turns, namespaces, metrics, responses, deliveries, media, Policies(replicas, lifecycle, picked), created, kept)
 
 
 def _replicas(
@@ -401,5 +403,21 @@ def stored_sessions(
     )
     metrics.watch("state_breaker_open", "1 while Redis is not asked, as it refused or did not answer", lambda: link.is_open)
     stored = StoredSessions(link, deployed(), listeners, clock, ttl_seconds=options.ttl_seconds, timeout_seconds=options.timeout_seconds)
-    metrics.watch("state_unsaved_sessions", "Sessions whose latest turn is not stored yet", lambda: stored.writer.num_waiting)
+    metrics.watch("state_unsaved_sessions", "Sessions and Responses that are not stored yet", lambda: stored.writer.num_waiting)
     return stored
+
+
+def stored_responses(
+    options: StateSettings, memory: ResponseStore, sessions: StoredSessions | None, metrics: Metrics, clock: Callable[[], float]
+) -> response_state.StoredResponses | None:
+    """The Responses beside the sessions in Redis, over the same line."""
+    if sessions is None:
+        return None
+    listeners = response_state.Listeners(
+        loaded=lambda found: metrics.state_response_loads.labels("found" if found else "nothing").inc(),
+        saved=metrics.state_response_saves.inc,
+        failed=lambda failure: metrics.state_failures.labels(failure.value).inc(),
+    )
+    return response_state.StoredResponses(
+        memory, sessions, listeners, clock, ttl_seconds=options.ttl_seconds, timeout_seconds=options.timeout_seconds
+    )
