@@ -238,6 +238,16 @@ def test_an_emptied_cache_is_forgotten(vllm_side: ModuleType, tmp_path: Path) ->
     ordering().check_integrity()
     assert _turn(replay, 2, "a", tokens) == 0
     assert _turn(replay, 3, "a", tokens) == 49 * BLOCK_SIZE
+    for number in (4, 5):
+        replay.add(number, tokens[: 20 * (number - 3)], 200, 9, f"running {number}", None)
+    for now in range(60):
+        replay.step(now)
+    assert replay.scheduler.reset_prefix_cache(reset_running_requests=True)
+    for now in range(300):
+        replay.step(now)
+        ordering().check_integrity()
+    assert {4, 5} <= replay.finished_at.keys()
+    assert _resident().is_ordering, _resident().off_because
 
 
 def test_cut_tails_and_output_that_never_comes_back_go_first(vllm_side: ModuleType, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """What the plugin adds to a step of vLLM's scheduler: its own Scheduler, KV cache manager and block pool on the CPU, without a model.
 
-Two schedulers, one with the plugin, run the same turns in alternating rounds. Other work on the machine makes some rounds dearer and none
-cheaper, so the CPU time of each one's cheapest quarter is compared.
+One scheduler with the plugin, one with its connector switched off and one without either run the same turns in alternating rounds. Other
+work on the machine makes some rounds dearer and none cheaper, so the CPU time of each one's cheapest quarter is compared.
 """
 
 from __future__ import annotations
@@ -72,22 +72,22 @@ class _Arm:
         return [salt * 100_000 + at for at in range(_CONTEXT_BLOCKS[0] * BLOCK_SIZE)]
 
 
-def step_overhead(*, quick: bool, progress: Callable[[str], None]) -> float:
-    """The share by which a step's CPU time rises."""
+def step_overhead(*, quick: bool, progress: Callable[[str], None]) -> tuple[float, float]:
+    """The share by which a step's CPU time rises with the plugin, and with its carrier alone (vLLM's own work for any connector)."""
     progress("scheduler steps with and without the plugin")
     with warnings.catch_warnings(), tempfile.TemporaryDirectory(prefix="agentserve-capacity-") as name:
         warnings.simplefilter("ignore")
         vllm_side = importlib.import_module("tests.vllm_scheduler")
-        arms = [_Arm(vllm_side, Path(name), options) for options in (None, PluginOptions())]
+        arms = [_Arm(vllm_side, Path(name), options) for options in (None, PluginOptions(), PluginOptions("off"))]
         for arm in arms:  # until the pool is full
             for _ in range(NUM_OUTPUT_TOKENS * (NUM_SESSIONS // NUM_RUNNING + 8)):
                 arm.step()
         gc.collect()
         gc.freeze()
-        rounds: list[list[float]] = [[], []]
+        rounds: list[list[float]] = [[] for _ in arms]
         for number in range(_QUICK_ROUNDS if quick else _ROUNDS):
-            for which in (0, 1) if number % 2 else (1, 0):
+            for which in range(len(arms)) if number % 2 else reversed(range(len(arms))):
                 rounds[which].append(sum(arms[which].step() for _ in range(NUM_OUTPUT_TOKENS)))
         gc.unfreeze()
-    plain, ordered = (mean(sorted(own)[: len(own) // 4]) for own in rounds)
-    return ordered / plain - 1
+    plain, ordered, carried = (mean(sorted(own)[: len(own) // 4]) for own in rounds)
+    return ordered / plain - 1, carried / plain - 1

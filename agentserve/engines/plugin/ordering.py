@@ -36,12 +36,11 @@ class Ordering:
         return self._pool.free_block_queue is self._queue
 
     def arrived(self, request: Any) -> None:
-        if self._pool.cached_block_hash_to_block is not self._cache:  # vLLM takes a new one when it resets its prefix cache
-            self._cache = self._pool.cached_block_hash_to_block
-            self._safely(self._queue.flush)
+        self._notice_reset()
         self._safely(self._retention.arrived, request)
 
     def placed(self, request: Any, blocks: Any) -> None:
+        self._notice_reset()
         self._safely(self._retention.placed, request, blocks)
 
     def finished(self, request: Any, block_ids: list[int]) -> None:
@@ -93,6 +92,12 @@ class Ordering:
         queue = self._pool.free_block_queue
         assert queue.num_free_blocks == len(queue.get_all_free_blocks())
         assert queue.num_free_blocks == sum(block.ref_cnt == 0 and not block.is_null for block in self._pool.blocks)
+
+    def _notice_reset(self) -> None:
+        """vLLM takes a new map of hashes when it empties its prefix cache, which it does only while no block is in use."""
+        if self._pool.cached_block_hash_to_block is not self._cache:
+            self._cache = self._pool.cached_block_hash_to_block
+            self._safely(self._queue.flush)
 
     def _safely(self, call: Callable[..., None], *arguments: Any) -> None:
         if self.is_on:
