@@ -25,6 +25,7 @@ from admission.tickets import TicketBook
 from admission.twins import TwinGate
 from agentserve.cache import CacheBooks
 from agentserve.canonical.canonicaliser import choose
+from agentserve.capture import Capture, CaptureOptions
 from agentserve.deliveries import Deliveries
 from agentserve.dialects.responses_store import ResponseStore
 from agentserve.engines import Engine
@@ -80,6 +81,9 @@ async def running_server(settings: Settings, progress: Callable[[str], None]) ->
         folder = model_folder(settings, first.engine, made[0].nano)
         tokenizer, chat = await asyncio.to_thread(load_model_files, settings.engine, folder)
         server = build(settings, first.engine, tokenizer, chat, first.mirror, first.offload, others, first.hints)
+        if server.turns.capture is not None:
+            server.turns.capture.start()
+            stack.push_async_callback(asyncio.to_thread, server.turns.capture.close)
         if server.turns.stored is not None:
             stack.push_async_callback(server.turns.stored.close)
             await server.turns.stored.start()
@@ -183,6 +187,8 @@ def make_engines(settings: Settings, progress: Callable[[str], None], tier: Lmca
     embedded = EmbeddedEngine(
         EmbeddedOptions(
             cache_folder=settings.cache_folder,
+            model=settings.embedded_model,
+            index_topk_freq=settings.embedded_index_topk_freq,
             kv_tokens=options.kv_tokens,
             block_size=options.block_size,
             max_model_len=options.max_model_len,
@@ -268,6 +274,7 @@ def build(
         log=TurnLog(settings.sessions.turn_records),
         wall_clock=_wall_clock,
         stored=stored_sessions(settings.state, partial(deployment, engine.info.model, tokenizer, chat), books, metrics, clock),
+        capture=captured_turns(settings, engine, metrics, clock),
     )
     watch(metrics, replicas, namespaces)
     created = int(_wall_clock())
@@ -348,6 +355,18 @@ def watch(metrics: Metrics, replicas: Replicas, namespaces: Namespaces) -> None:
         resident = "Tokens whole in the offload tier's memory, by its events"
         metrics.watch("offload_resident_tokens", resident, lambda: sum(offload.num_resident_tokens for offload in offloads))
         metrics.watch("offload_up", "0 while the offload tier's server is known not to run", lambda: all(o.is_up for o in offloads))
+
+
+def captured_turns(settings: Settings, engine: Engine, metrics: Metrics, clock: Callable[[], float]) -> Capture | None:
+    """The capture, if the settings name a folder for one."""
+    if settings.capture is None:
+        return None
+    options = CaptureOptions(settings.capture, settings.capture_file_bytes, settings.capture_total_bytes)
+    capture = Capture(options, engine.info.block_size or DEFAULT_BLOCK_SIZE, engine.info.model, clock, _wall_clock)
+    metrics.count("captured_lines", "Turns and ends that the capture has written", lambda: capture.counts.written)
+    metrics.count("capture_dropped_lines", "Turns and ends that could not be written", lambda: capture.counts.dropped)
+    metrics.watch("capture_writing", "1 while the capture's disk takes what it is given", lambda: capture.is_writing)
+    return capture
 
 
 def _wall_clock() -> float:

@@ -157,7 +157,17 @@ class Settings(BaseSettings):
     share_prefixes: bool = Field(False, description="Let different API keys share cached prefixes (no cache salt).")
     model_name: str | None = Field(None, description="Model name shown to clients; default: the engine's.")
     cache_folder: Path = Field(Path.home() / ".cache" / "agentserve", description="Where the generated nano model is kept.")
+    embedded_model: str = Field(
+        "nano",
+        description="Model of the embedded engine: nano, a small Llama, or nano-m3, MiniMax-M3's own architecture (slower).",
+    )
+    embedded_index_topk_freq: int = Field(
+        1, ge=1, description="With nano-m3, one of so many sparse layers chooses blocks and the others reuse its choice; 1: each chooses."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged (JSON on stderr).")
+    capture: Path | None = Field(None, description="Folder in which every turn is recorded without its text, for `agentserve simulate`.")
+    capture_file_bytes: int = Field(64 << 20, ge=4096, description="Size from which a file of the capture is followed by another, bytes.")
+    capture_total_bytes: int = Field(4 << 30, ge=8192, description="All files of the capture together, bytes; the oldest are removed.")
     engine: EngineSettings = EngineSettings()
     offload: OffloadSettings = OffloadSettings()
     limits: LimitSettings = LimitSettings()

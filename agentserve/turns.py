@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from agentserve.answers import kept_of
 from agentserve.cache import Estimate, Sent
 from agentserve.canonical.canonicaliser import Canonicaliser, Effect
+from agentserve.capture import MAX_TOOL_NAME, Capture, TurnFacts, namespaced, stop_of
 from agentserve.conversation import Conversation, TurnOptions
 from agentserve.divergence import Divergence, divergence, volatile
 from agentserve.engines import Chunk, GenerateRequest, Usage
@@ -42,6 +43,7 @@ from agentserve.tool_rules import sampling_of
 from model.chat import ChatFormat, Delta, OutputParser, ReasoningDelta
 from model.conversation import AssistantItem
 from model.tokenizer import Tokenizer
+from prefix_cache.captured import CapturedTurn
 from prefix_cache.hits import TurnHits
 
 
@@ -75,6 +77,9 @@ class PromptChange:
     divergence: Divergence | None = None
 
 
+_LAG_SECONDS = 0.1
+"""So long a turn waits at most for the events of answers before it: without them its prediction would miss what those have evicted."""
+_LAG_POLL_SECONDS = 0.002
 _STALE_SECONDS = 0.001
 """A turn that has queued for longer is estimated again: others have filled the cache and emptied it meanwhile."""
 
@@ -299,6 +304,8 @@ class Turn:
             reason = "tool_calls"
         self._turns.log.add(self._session, self._record(reason, hits))
         self._life.committed(item, reason, len(self._generated), hits)
+        if self._turns.capture is not None:
+            self._turns.capture.turn(self._facts(reason, item, num_cached_tokens))
         return Outcome(item, reason, self._last.stop_reason, len(self._generated), usage, hits, self._num_reasoning_tokens)
 
     def _record(self, reason: str, hits: TurnHits) -> TurnRecord:
@@ -317,6 +324,27 @@ class Turn:
             self.plan.divergence,
             self.plan.head_break,
         )
+
+    def _facts(self, reason: str, item: AssistantItem, num_cached_tokens: int | None) -> TurnFacts:
+        """What a capture is told: everything but text."""
+        times, session, namespace = self._times, self._session, self._namespace.name
+        seconds = self._turns.clock() - times.asked
+        turn = CapturedTurn(
+            session=namespaced(session.id, namespace),
+            parent=None if session.parent is None else namespaced(session.parent, namespace),
+            t=round(self._turns.wall_clock() - seconds, 3),
+            seconds=round(seconds, 3),
+            wait=round(times.granted - times.asked, 3),
+            ttft=None if times.first_token is None else round(times.first_token - times.asked, 3),
+            num_prompt_tokens=self._estimate.num_prompt_tokens,
+            num_output_tokens=len(self._generated),
+            num_cached_tokens=num_cached_tokens,
+            stop=stop_of(reason),
+            tools=[call.name[:MAX_TOOL_NAME] for call in item.calls],
+            relation=self._relation.kind.value,
+        )
+        chain = session.prompt.chain
+        return TurnFacts(turn, chain.hashes[: self._estimate.num_prompt_tokens // chain.block_size])
 
 
 def _divergence(session: Session, place: Place, relation: Relation, estimate: Estimate) -> Divergence | None:
@@ -359,6 +387,7 @@ class Turns:
         log: TurnLog,
         wall_clock: Callable[[], float],
         stored: StoredSessions | None = None,
+        capture: Capture | None = None,
     ) -> None:
         self.replicas = replicas
         self.retention = retention
@@ -367,6 +396,7 @@ class Turns:
         self._places = Places(tokenizer, chat, canonicaliser)
         self.namespaces = namespaces
         self.stored = stored
+        self.capture = capture
         self.log = log
         self.clock = clock
         self.wall_clock = wall_clock
@@ -395,6 +425,7 @@ class Turns:
         try:
             relation = session.relation(place.matched, more=place.more, foreign=place.foreign)
             replica = self.replicas.place(session, self.prompt(session, place))
+            await self._caught_up(replica)
             request, estimate = self._request(replica, session, namespace, place, options)
             known = replica.books.num_known_blocks(estimate)
             computed = await replica.twins.wait(estimate.hashes, known)
@@ -462,6 +493,12 @@ class Turns:
             constrains_reasoning=sampling.constrained,
         )
         return request, estimate
+
+    async def _caught_up(self, replica: Replica) -> None:
+        """Return when the mirror has heard of all that complete answers did, or soon after."""
+        capacity, deadline = replica.engine.info.kv_capacity_tokens, self.clock() + _LAG_SECONDS
+        while capacity is not None and replica.books.is_behind(capacity) and self.clock() < deadline:  # noqa: ASYNC110 - the mirror tells nobody
+            await asyncio.sleep(_LAG_POLL_SECONDS)
 
     def _max_tokens(self, replica: Replica, num_prompt_tokens: int, wanted: int | None) -> int:
         max_model_len = replica.engine.info.max_model_len

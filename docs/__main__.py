@@ -23,6 +23,9 @@ from agentserve.canonical.table import CANONICAL_RULES
 from agentserve.cli import build_cli, settings_page
 from agentserve.doctor.table import DOCTOR_CHECKS
 from agentserve.identity import BODY_FIELDS, IDENTITY_HEADERS, HeaderRow
+from replays.simulator.profile_command import cells
+from replays.simulator.profile_command import summary as points_summary
+from replays.simulator.published import read_record
 from tests.cases import CASES, held_by
 
 ROOT = Path(__file__).parents[1]
@@ -50,6 +53,10 @@ TREE: dict[str, str] = {
     "model/data": "the nano model's chat template and multilingual text",
     "replays": "recorded or generated agent sessions, driven through a server, and the report",
     "replays/data": "a sample trace and the word list of prompts",
+    "replays/formats": "trace formats made of rows: Mooncake, Dynamo, and captures of this server",
+    "replays/tuner": "searches policies and parameters on recorded sessions, and judges the best on held-back ones",
+    "replays/calibrate": "an engine's speed measured and fitted, for the simulator",
+    "replays/sim_engine": "the simulator behind vLLM's HTTP, metrics and KV events",
     "replays/simulator": "vLLM's scheduler and block pool simulated in extents, driven by closed-loop traces",
     "benchmarks": "runnable comparisons, one table each",
     "benchmarks/capacity": "near a full cache: sessions in a closed loop against a real vLLM, with and without the plugin",
@@ -205,6 +212,14 @@ def eviction() -> str:
     return "\n".join(rows) + "\n"
 
 
+def points() -> str:
+    """Published figures beside the simulator's, as `agentserve profiles --write` recorded them."""
+    record = read_record()
+    rows = ["| point | published | simulated | error | |", "|---|---|---|---|---|"]
+    rows += [f"| {row.name} | {' | '.join(cells(row))} |" for row in record]
+    return "\n".join([*rows, "", points_summary(record).capitalize() + "."]) + "\n"
+
+
 def admission() -> str:
     """The admission policies: who goes first, and their parameters with default and range."""
     rows = ["| policy | who may start | parameters |", "|---|---|---|"]
@@ -235,6 +250,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "checks": checks,
     "admission": admission,
     "eviction": eviction,
+    "points": points,
 }
 
 

@@ -18,8 +18,8 @@ from cyclopts import App, Parameter
 from rich.console import Console
 
 from replays.return_prior import CONTEXT_TOKENS, distinct, held_back, within
-from replays.simulator.closed_loop import LoopOptions
 from replays.simulator.fates import Knowledge
+from replays.simulator.loop import LoopOptions
 from replays.simulator.report import SimulationReport
 from replays.simulator.run import SimulationOptions, simulate
 from replays.simulator.scripts import Script, script_of

@@ -16,9 +16,9 @@ from admission.policies.gate import Gate
 from admission.requests import AdmissionRequest, Grant, Limits
 from admission.tickets import Ticket, TicketBook
 from replays.generator import GeneratorSettings, generate_sessions
-from replays.simulator.closed_loop import LoopOptions
 from replays.simulator.fairness import fairness, jain
 from replays.simulator.fates import Knowledge
+from replays.simulator.loop import LoopOptions
 from replays.simulator.run import Simulation, SimulationOptions
 from replays.simulator.scripts import script_of
 from replays.traces import session_from_weka

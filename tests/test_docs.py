@@ -65,7 +65,7 @@ def server(model_folder: Path) -> Server:
     engine = VllmEngine("http://127.0.0.1:9")
     engine.info = EngineInfo("vllm", "m", 4096, block_size=128, num_blocks=64)
     tokenizer = Tokenizer.load(model_folder)
-    settings = load({("state", "url"): "redis://127.0.0.1:9"})
+    settings = load({("state", "url"): "redis://127.0.0.1:9", ("capture",): "unused"})
     return build(settings, engine, tokenizer, detect_chat_format(tokenizer), Mirror(128), Offload(128))
 
 

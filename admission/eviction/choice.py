@@ -14,7 +14,7 @@ from admission.eviction.policy import EvictionPolicy, Pool
 class PolicyChoice(Choice):
     """How to build one eviction policy."""
 
-    __slots__ = ("needs_future", "needs_returns")
+    __slots__ = ("needs_future", "needs_returns", "reads_fates")
 
     def __init__(
         self,
@@ -23,12 +23,15 @@ class PolicyChoice(Choice):
         *,
         needs_returns: bool = False,
         needs_future: bool = False,
+        reads_fates: bool = False,
     ) -> None:
         super().__init__(parameters, make)
         self.needs_returns = needs_returns
         """Whether `Pool.returns` must be given."""
         self.needs_future = needs_future
         """Whether `Extent.next_use_seconds` must be filled in, which only a replay can do."""
+        self.reads_fates = reads_fates
+        """Whether it makes a difference what is believed dead."""
 
     def build(self, pool: Pool, values: Mapping[str, float] | None = None) -> EvictionPolicy:
         """The policy with `values` in place of the defaults. Raises PolicyParameterError."""

@@ -44,6 +44,8 @@ class Branch:
     """Blocks before this depth stood in some prompt."""
     computed: int = 0
     """Blocks before this depth were computed at some time."""
+    evictions: list[tuple[int, int, float]] = field(default_factory=list)
+    """(from, to, when) of blocks that left the pool and were not asked for since, the shallowest last."""
 
     def __post_init__(self) -> None:
         self.resident = self.sent = self.computed = self.start

@@ -73,7 +73,7 @@ class Lives:
 def _end(call: Call) -> TurnEnd:
     return TurnEnd(
         ends_turn=call.stop == "end_turn",
-        tools=_UNNAMED_TOOL if call.stop == "tool_use" else (),
+        tools=call.tools or (_UNNAMED_TOOL if call.stop == "tool_use" else ()),
         from_user=call.from_user,
         num_prompt_tokens=call.num_prompt_tokens,
         num_output_tokens=call.num_output_tokens,

@@ -1,4 +1,5 @@
-"""What stands between the clients and the engines: admission, placement, and the claims that streams have on blocks."""
+"""What stands between the clients and the engines: admission, placement, prefill and decode apart, and the claims that streams have on
+blocks."""
 
 from __future__ import annotations
 
@@ -11,8 +12,10 @@ from admission.tickets import Ticket
 from replays.simulator.chains import Branch
 from replays.simulator.clock import Clock, Rank
 from replays.simulator.engine import Engine, EngineRequest
+from replays.simulator.handover import Handover
 from replays.simulator.lives import Lives
 from replays.simulator.outcomes import Outcome
+from replays.simulator.placement import Placement, in_turn
 from replays.simulator.pool import Path, covered
 
 
@@ -36,6 +39,8 @@ class Call:
     """No call of its stream follows."""
     from_user: bool = False
     """It answers a person, not only tools."""
+    tools: tuple[str, ...] = ()
+    """Names of the tools that the answer calls, where the trace knows them."""
     tenant: str | None = None
     asked: float = 0.0
     granted: float = 0.0
@@ -43,6 +48,7 @@ class Call:
     num_ceiling_blocks: int = 0
     replica: int = 0
     ticket: Ticket | None = None
+    prefilled: EngineRequest | None = None
 
 
 @dataclass(eq=False)
@@ -57,11 +63,16 @@ class Server:
     """Fixed time of a request outside the engine: HTTP, rendering, tokens."""
     token_seconds: float = 0.0
     on_outcome: Callable[[Outcome], None] = lambda outcome: None
+    handover: Handover | None = None
+    """Prefill and decode apart: the first engines prefill, the others decode."""
+    on_ended: Callable[[Call, EngineRequest], None] = lambda call, request: None
+    placement: Placement = in_turn
     num_in_flight: int = 0
     _next_id: int = 0
     _calls: dict[int, Call] = field(default_factory=dict)
     _held: dict[str, Call] = field(default_factory=dict)
     _claimed: dict[int, tuple[Path, int]] = field(default_factory=dict)
+    _places: dict[int, int] = field(default_factory=dict)
     _due_planned: float | None = None
     _reserve: OutputReserve = field(default_factory=OutputReserve)
     _paths: dict[str, Path] = field(default_factory=dict)
@@ -71,13 +82,14 @@ class Server:
         self._versions = [0] * len(self.engines)
         for index, engine in enumerate(self.engines):
             engine.on_finished = lambda request, now, index=index: self._finished(index, request)  # type: ignore[misc]  # bound early
-            engine.on_first_token = lambda request, now: self._prefilled(request)
+            engine.on_load = lambda request, seconds, index=index: self._plan_loaded(index, request, seconds)  # type: ignore[misc]
+            engine.on_first_token = lambda request, now, index=index: self._prefilled(index, request)  # type: ignore[misc]  # bound early
 
     def submit(self, call: Call, place: int) -> None:
-        """A client asks. `place` chooses the replica: the same for all calls of one play."""
+        """A client asks. `place` is the number of the play: all its calls go to one replica."""
         now = self.clock.now
         call.asked = now
-        call.replica = place % len(self.engines)
+        call.replica = self._replica(place)
         engine = self.engines[call.replica]
         size = engine.options.block_size
         most = engine.options.num_blocks * size - 2 * engine.options.num_speculative_tokens
@@ -102,6 +114,13 @@ class Server:
             self._granted([answer])
         self._plan_due()
 
+    def _replica(self, play: int) -> int:
+        """A play's replica is chosen at its first call."""
+        if play not in self._places:
+            takers = self.engines if self.handover is None else self.engines[: self.handover.num_prefill]
+            self._places[play] = self.placement(play, takers)
+        return self._places[play]
+
     def end_stream(self, stream: int) -> None:
         """The stream is over: nothing of its newest prompt will be asked for by it."""
         path, _ = self._claimed.pop(stream, ((), 0))
@@ -121,22 +140,48 @@ class Server:
     def _start(self, call: Call) -> None:
         now = self.clock.now
         call.started = now
+        request = self._request(call, call.path, 1 if self.handover else max(1, call.num_output_tokens))
+        request.keeps_blocks = self.handover is not None
+        self._queue(call.replica, request)
+
+    def _request(self, call: Call, path: Path, num_output_tokens: int) -> EngineRequest:
         self._next_id += 1
-        request = EngineRequest(
-            id=self._next_id,
-            path=call.path,
-            num_prompt_tokens=call.num_prompt_tokens,
-            num_output_tokens=max(1, call.num_output_tokens),
-            use=self.lives.use(call, now),
-        )
+        use = self.lives.use(call, self.clock.now)
+        request = EngineRequest(self._next_id, path, call.num_prompt_tokens, num_output_tokens, use)
         self._calls[request.id] = call
-        engine = self.engines[call.replica]
-        engine.add(request, now)
-        if engine.step is None:
+        return request
+
+    def _queue(self, index: int, request: EngineRequest) -> None:
+        self.engines[index].add(request, self.clock.now)
+        self._look_again(index)
+
+    def _look_again(self, index: int) -> None:
+        """Something has changed for this engine."""
+        if self.engines[index].step is None:
             # After everything else of this moment, so that requests that come together are scheduled together.
-            self.clock.at(now, lambda: self._kick(call.replica), Rank.TICK)
+            self.clock.at(self.clock.now, lambda: self._kick(index), Rank.TICK)
         else:
-            self._plan_step_end(call.replica)
+            self._plan_step_end(index)
+
+    def _plan_loaded(self, index: int, request: EngineRequest, seconds: float) -> None:
+        self.clock.at(self.clock.now + seconds, lambda: self._loaded(index, request), Rank.TRANSFER)
+
+    def _loaded(self, index: int, request: EngineRequest) -> None:
+        now = self.clock.now
+        self.engines[index].loaded(request, now)
+        self._look_again(index)
+        if self.handover is not None:
+            source, prefilled = self.handover.sources.pop(request.id)
+            self.engines[source].release(prefilled, now)
+            self._look_again(source)
+
+    def _hand_over(self, handover: Handover, call: Call, prefilled: EngineRequest) -> None:
+        """The prompt is computed: the decode engine with the fewest requests reads it. What it reads is no prefix for others there."""
+        engines = self.engines
+        index = min(range(handover.num_prefill, len(engines)), key=lambda number: engines[number].num_requests)
+        request = self._request(call, (Branch(None, 0, call.stream, generated=True),), max(1, call.num_output_tokens))
+        handover.sources[request.id] = call.replica, prefilled
+        self._queue(index, request)
 
     def _kick(self, index: int) -> None:
         engine = self.engines[index]
@@ -155,7 +200,9 @@ class Server:
             self.engines[index].finish(self.clock.now)
             self.clock.at(self.clock.now, lambda: self._kick(index), Rank.TICK)
 
-    def _prefilled(self, request: EngineRequest) -> None:
+    def _prefilled(self, index: int, request: EngineRequest) -> None:
+        if self.handover is not None and index >= self.handover.num_prefill:
+            return
         ticket = self._calls[request.id].ticket
         assert ticket is not None
         self._granted(self.admission.prefilled(ticket, self.clock.now))
@@ -172,31 +219,17 @@ class Server:
 
     def _finished(self, index: int, request: EngineRequest) -> None:
         call = self._calls.pop(request.id)
+        if self.handover is not None and index < self.handover.num_prefill:
+            call.prefilled = request
+            self._hand_over(self.handover, call, request)
+            return
         self.num_in_flight -= 1
-        size = self.engines[index].options.block_size
-        assert request.scheduled is not None
-        assert request.first_token is not None
-        outcome = Outcome(
-            stream=call.name,
-            warmup=call.warmup,
-            asked=call.asked,
-            granted=call.granted,
-            started=call.started,
-            scheduled=request.scheduled,
-            first_token=request.first_token,
-            finished=self.clock.now,
-            num_prompt_tokens=call.num_prompt_tokens,
-            num_output_tokens=request.num_generated,
-            num_hit_tokens=request.num_hit_blocks * size,
-            num_external_tokens=request.num_external_tokens,
-            num_resident_tokens=request.num_resident_blocks * size,
-            num_computed_before_tokens=request.num_computed_before * size,
-            num_ceiling_tokens=call.num_ceiling_blocks * size,
-            num_theoretical_blocks=call.num_theoretical_blocks,
-            num_trace_blocks=call.num_trace_blocks,
-            num_preemptions=request.num_preemptions,
-            replica=index,
-        )
+        outcome = self._outcome(index, call, request)
+        if self.handover is None:
+            # Where a later prompt holds the answer, its blocks can be hit from now on.
+            answered = min(call.path[-1].start, (request.num_tokens - 1) // self.engines[index].options.block_size)
+            _sent_before(call.path, 0, answered)
+        self.on_ended(call, call.prefilled or request)
         self._reserve.seen(request.num_generated)
         changed = self.lives.ended(call, self.clock.now)
         if call.is_last:
@@ -210,11 +243,41 @@ class Server:
         self._plan_due()
         call.on_done(outcome)
 
+    def _outcome(self, index: int, call: Call, request: EngineRequest) -> Outcome:
+        """Of a request that has ended. With prefill and decode apart, hits are of the prefill, and the first token is the decoder's."""
+        size = self.engines[index].options.block_size
+        first = call.prefilled or request
+        assert first.scheduled is not None
+        assert request.first_token is not None
+        return Outcome(
+            stream=call.name,
+            warmup=call.warmup,
+            asked=call.asked,
+            granted=call.granted,
+            started=call.started,
+            scheduled=first.scheduled,
+            first_token=request.first_token,
+            finished=self.clock.now,
+            num_prompt_tokens=call.num_prompt_tokens,
+            num_output_tokens=request.num_generated,
+            num_hit_tokens=first.num_hit_blocks * size,
+            num_external_tokens=first.num_external_tokens,
+            num_resident_tokens=first.num_resident_blocks * size,
+            num_computed_before_tokens=first.num_computed_before * size,
+            num_ceiling_tokens=call.num_ceiling_blocks * size,
+            num_theoretical_blocks=call.num_theoretical_blocks,
+            num_trace_blocks=call.num_trace_blocks,
+            num_preemptions=request.num_preemptions,
+            replica=call.replica,
+        )
+
     def _plan_due(self) -> None:
         due = min((due for due in (self.admission.due_seconds, self.lives.due_seconds) if due is not None), default=None)
         if due is not None and due != self._due_planned:
             self._due_planned = due
-            self.clock.at(due, lambda: self._due(due), Rank.TICK)
+            # That a session may be forgotten keeps no simulation going.
+            awaited = self.admission.due_seconds is not None
+            self.clock.at(due, lambda: self._due(due), Rank.TICK, awaited=awaited)
 
     def _due(self, planned: float) -> None:
         if planned != self._due_planned:  # another time took its place

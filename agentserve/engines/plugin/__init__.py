@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from agentserve.engines.plugin.m3_part import register_m3
 from agentserve.engines.plugin.registry import register_connector
 
-PARTS: dict[str, Callable[[], None]] = {"connector": register_connector}
+PARTS: dict[str, Callable[[], None]] = {"connector": register_connector, "m3": register_m3}
 """What the plugin is made of; each part costs little until it is used."""
 
 
