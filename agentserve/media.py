@@ -20,9 +20,9 @@ from agentserve.dialects.openai_chat import parse_arguments
 from agentserve.engines import ChatCallPart, ChatChunk, ChatEngine, ChatRequest, Usage
 from agentserve.errors import EngineError, InvalidRequest, Unsupported
 from agentserve.identity import Identity
+from agentserve.plans import Outcome, Plan
 from agentserve.replicas import Replicas
 from agentserve.sessions import Namespace, Namespaces, Session, TurnKind
-from agentserve.turns import Outcome, Plan
 from model.chat import CallArguments, CallStart, Delta, ReasoningDelta, TextDelta
 from model.conversation import AssistantItem, Json, Tool, ToolCall
 from prefix_cache.hits import TurnHits

@@ -31,13 +31,13 @@ from agentserve.errors import AgentserveError, Busy, EngineRefused, SetupError
 from agentserve.headers import plan_headers
 from agentserve.heads import HeadBreak
 from agentserve.identity import Identity
+from agentserve.plans import Outcome, Plan
 from agentserve.records import TurnRecord
 from agentserve.routes.cache import describe_cache, describe_engine, describe_turn
 from agentserve.routes.sessions import describe
 from agentserve.server import Server
 from agentserve.sessions import TurnKind
 from agentserve.settings import flag, leaves, load
-from agentserve.turns import Outcome, Plan
 from benchmarks.__main__ import BENCHMARKS
 from docs.__main__ import LISTED, PARTS, ROOT, TREE, pages, written
 from model.chat.formats import detect_chat_format

@@ -22,10 +22,10 @@ from agentserve.dialects.sampling import body_session
 from agentserve.headers import json_response
 from agentserve.identity import grouped, identify
 from agentserve.media import MediaChat
+from agentserve.plans import Plan
 from agentserve.routes.run import TurnRequest, answer
 from agentserve.server import Server
 from agentserve.sessions import Namespace
-from agentserve.turns import Plan
 
 
 def router(server: Server) -> APIRouter:
