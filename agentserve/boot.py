@@ -30,12 +30,12 @@ from agentserve.deliveries import Deliveries
 from agentserve.dialects.responses_store import ResponseStore
 from agentserve.engines import Engine
 from agentserve.engines.embedded import EmbeddedEngine
-from agentserve.engines.hints import EngineHints, NoHints
+from agentserve.engines.hints import EngineHints, NoHints, engine_hints
 from agentserve.engines.kv_events import KvEventSubscriber
 from agentserve.engines.lmcache import LmcacheServer
 from agentserve.engines.lmcache_command import LmcacheOptions
 from agentserve.engines.vllm import VllmEngine
-from agentserve.engines.vllm_command import EmbeddedOptions
+from agentserve.engines.vllm_command import EmbeddedOptions, plugin_options
 from agentserve.errors import SetupError
 from agentserve.media import MediaTurns
 from agentserve.metrics import Metrics
@@ -46,6 +46,7 @@ from agentserve.retention import Retention
 from agentserve.server import Server
 from agentserve.sessions import Namespaces
 from agentserve.settings import EngineSettings, Settings, StateSettings
+from agentserve.state import responses as response_state
 from agentserve.state.breaker import Failure
 from agentserve.state.link import RedisLink
 from agentserve.state.stored import Listeners, StoredSessions
@@ -80,7 +81,7 @@ async def running_server(settings: Settings, progress: Callable[[str], None]) ->
         check_alike(first.engine, [other.engine for other in others])
         folder = model_folder(settings, first.engine, made[0].nano)
         tokenizer, chat = await asyncio.to_thread(load_model_files, settings.engine, folder)
-        server = build(settings, first.engine, tokenizer, chat, first.mirror, first.offload, others)
+        server = build(settings, first.engine, tokenizer, chat, first.mirror, first.offload, others, first.hints)
         if server.turns.capture is not None:
             server.turns.capture.start()
             stack.push_async_callback(asyncio.to_thread, server.turns.capture.close)
@@ -112,10 +113,11 @@ class Followed:
 
 
 async def follow(settings: Settings, made: Made, tier: LmcacheServer | None, stack: AsyncExitStack) -> Followed:
-    """Follow the KV events of an engine that has started."""
+    """Follow the KV events of an engine that has started, and find its plugin."""
     engine = made.engine
+    hints = await start_hints(settings, engine, stack)
     if made.events is None or engine.info.block_size is None:
-        return Followed(engine)
+        return Followed(engine, hints=hints)
     mirror = Mirror(engine.info.block_size)
     offload = follow_offload(settings, mirror, tier)
     subscriber = KvEventSubscriber(made.events, made.replay, settings.engine.events_topic, mirror)
@@ -124,7 +126,17 @@ async def follow(settings: Settings, made: Made, tier: LmcacheServer | None, sta
     await subscriber.caught_up()  # else the first predictions would not know an older engine's blocks
     if isinstance(engine, EmbeddedEngine):
         engine.on_restart = mirror.restarted
-    return Followed(engine, mirror, offload)
+    return Followed(engine, mirror, offload, hints)
+
+
+async def start_hints(settings: Settings, engine: Engine, stack: AsyncExitStack) -> EngineHints:
+    """The way to the engine's plugin, where the settings say that it has one."""
+    options = settings.engine
+    key = options.api_key.get_secret_value() if options.url is not None and options.api_key is not None else None
+    hints = engine_hints(options.plugin, engine.url, key)
+    stack.push_async_callback(hints.close)
+    await hints.start()
+    return hints
 
 
 def check_alike(first: Engine, others: Iterable[Engine]) -> None:
@@ -176,10 +188,13 @@ def make_engines(settings: Settings, progress: Callable[[str], None], tier: Lmca
     embedded = EmbeddedEngine(
         EmbeddedOptions(
             cache_folder=settings.cache_folder,
+            model=settings.embedded_model,
+            index_topk_freq=settings.embedded_index_topk_freq,
             kv_tokens=options.kv_tokens,
             block_size=options.block_size,
             max_model_len=options.max_model_len,
             tensor_parallel=options.tensor_parallel,
+            plugin=plugin_options(options.plugin),
             start_timeout_seconds=options.start_seconds,
             extra_args=tier.engine_args if tier is not None else (),
         ),
@@ -231,8 +246,9 @@ def build(
     mirror: Mirror | None,
     offload: Offload | None = None,
     others: Sequence[Followed] = (),
+    hints: EngineHints | None = None,
 ) -> Server:
-    """A server over parts that are ready; `others` are more engines of the same model."""
+    """A server over parts that are ready; `others` are more engines of the same model, `hints` the way to its engine's plugin."""
     clock = time.monotonic
     metrics = Metrics()
     namespaces = Namespaces(
@@ -241,7 +257,7 @@ def build(
         idle_seconds=settings.sessions.idle_seconds,
         share=settings.share_prefixes,
     )
-    followed = [Followed(engine, mirror, offload), *others]
+    followed = [Followed(engine, mirror, offload, hints or NoHints()), *others]
     lifecycle = Lifecycle(ReturnModel(), context_tokens=engine.info.max_model_len)
     picked = chosen(settings.admission.policy, settings.admission.parameters)
     replicas = Replicas(list(_replicas(settings, followed, metrics, clock, picked, lifecycle)), namespaces.sessions)
@@ -275,7 +291,8 @@ def build(
         settings.limits.kept_answer_bytes, settings.limits.kept_answer_seconds, clock, lambda outcome: metrics.retries.labels(outcome).inc()
     )
     metrics.watch("kept_answer_bytes", "Whole answers that are kept for clients that ask again", lambda: deliveries.num_bytes)
-    return Server(settings, turns, namespaces, metrics, responses, deliveries, media, Policies(replicas, lifecycle, picked), created)
+    kept = stored_responses(settings.state, responses, turns.stored, metrics, clock)
+    return Server(settings, turns, namespaces, metrics, responses, deliveries, media, Policies(replicas, lifecycle, picked), created, kept)
 
 
 def _replicas(
@@ -386,5 +403,21 @@ def stored_sessions(
     )
     metrics.watch("state_breaker_open", "1 while Redis is not asked, as it refused or did not answer", lambda: link.is_open)
     stored = StoredSessions(link, deployed(), listeners, clock, ttl_seconds=options.ttl_seconds, timeout_seconds=options.timeout_seconds)
-    metrics.watch("state_unsaved_sessions", "Sessions whose latest turn is not stored yet", lambda: stored.writer.num_waiting)
+    metrics.watch("state_unsaved_sessions", "Sessions and Responses that are not stored yet", lambda: stored.writer.num_waiting)
     return stored
+
+
+def stored_responses(
+    options: StateSettings, memory: ResponseStore, sessions: StoredSessions | None, metrics: Metrics, clock: Callable[[], float]
+) -> response_state.StoredResponses | None:
+    """The Responses beside the sessions in Redis, over the same line."""
+    if sessions is None:
+        return None
+    listeners = response_state.Listeners(
+        loaded=lambda found: metrics.state_response_loads.labels("found" if found else "nothing").inc(),
+        saved=metrics.state_response_saves.inc,
+        failed=lambda failure: metrics.state_failures.labels(failure.value).inc(),
+    )
+    return response_state.StoredResponses(
+        memory, sessions, listeners, clock, ttl_seconds=options.ttl_seconds, timeout_seconds=options.timeout_seconds
+    )

@@ -60,6 +60,10 @@ class Metrics:
         self.broken_heads = self._counter("broken_heads", "New heads that left one that is like them, by where they did", "place")
         self.state_loads = self._counter("state_loads", "Questions to Redis about a session, by whether it knew something new", "outcome")
         self.state_saves = self._counter("state_saves", "Sessions written to Redis")
+        self.state_response_loads = self._counter(
+            "state_response_loads", "Questions to Redis about a Response that is not in memory, by whether it was found", "outcome"
+        )
+        self.state_response_saves = self._counter("state_response_saves", "Responses written to Redis")
         self.state_failures = self._counter("state_failures", "Calls to Redis that gave nothing, by reason", "reason")
         self.ended_sessions = self._counter(
             "ended_sessions", "Sessions that have ended, by how it is known: said, joined to their parent, or inferred from silence", "how"

@@ -59,15 +59,18 @@ class Policies:
         self._outlook = outlook
         self.admission = admission
 
-    def change_admission(self, picked: Chosen) -> None:
-        """Go on by another admission policy: no ticket is lost, and who waits goes on waiting. Raises InvalidRequest."""
+    def check_admission(self, picked: Chosen) -> AdmissionChoice:
+        """Raises InvalidRequest where there is no such policy, or it has no such parameters."""
         try:
-            choice = admission_choice(picked)
-            rules = [choice.rule(replica.room.limits, picked.parameters, self._outlook) for replica in self._replicas]
+            return admission_choice(picked)
         except PolicyParameterError as error:
             raise InvalidRequest(f"admission policy {picked.policy!r}: {error}", param="admission") from error
-        for replica, rule in zip(self._replicas, rules, strict=True):
-            replica.room.change_rule(rule)
+
+    def change_admission(self, picked: Chosen) -> None:
+        """Go on by another admission policy: no ticket is lost, and who waits goes on waiting. Raises InvalidRequest."""
+        choice = self.check_admission(picked)
+        for replica in self._replicas:
+            replica.room.change_rule(choice.rule(replica.room.limits, picked.parameters, self._outlook))
         self.admission = picked
 
     async def change_eviction(self, picked: Chosen) -> None:

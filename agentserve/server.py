@@ -17,6 +17,7 @@ from agentserve.policies import Policies
 from agentserve.replicas import Replicas
 from agentserve.sessions import Namespace, Namespaces
 from agentserve.settings import Settings
+from agentserve.state.responses import StoredResponses
 from agentserve.turns import Turns
 from model.chat.passthrough import PassThrough
 
@@ -34,6 +35,7 @@ class Server:
     media: MediaTurns
     policies: Policies
     created: int
+    stored_responses: StoredResponses | None = None
 
     @property
     def replicas(self) -> Replicas:

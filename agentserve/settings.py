@@ -64,6 +64,11 @@ class EngineSettings(Part):
     start_seconds: float = Field(300.0, gt=0, description="How long to wait for the engine to answer at start, seconds.")
     kv_tokens: int = Field(262_144, ge=256, description="KV capacity of the embedded engine, tokens; small values make evictions happen.")
     block_size: int = Field(128, ge=32, multiple_of=32, description="KV block size of the embedded engine, tokens.")
+    plugin: str = Field(
+        "off",
+        description="Eviction policy of the plugin in the engine, by name; off: plain vLLM. The embedded engine is started with it; "
+        "a running one needs the plugin of its own start, and is sent hints unless this is off.",
+    )
     max_model_len: int = Field(131_072, ge=256, description="Context length of the embedded engine, tokens (cut to its KV capacity).")
     tensor_parallel: int = Field(
         1, ge=1, description="Tensor-parallel ranks of the embedded engine; two are real shards, and slower on a CPU."
@@ -152,6 +157,13 @@ class Settings(BaseSettings):
     share_prefixes: bool = Field(False, description="Let different API keys share cached prefixes (no cache salt).")
     model_name: str | None = Field(None, description="Model name shown to clients; default: the engine's.")
     cache_folder: Path = Field(Path.home() / ".cache" / "agentserve", description="Where the generated nano model is kept.")
+    embedded_model: str = Field(
+        "nano",
+        description="Model of the embedded engine: nano, a small Llama, or nano-m3, MiniMax-M3's own architecture (slower).",
+    )
+    embedded_index_topk_freq: int = Field(
+        1, ge=1, description="With nano-m3, one of so many sparse layers chooses blocks and the others reuse its choice; 1: each chooses."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged (JSON on stderr).")
     capture: Path | None = Field(None, description="Folder in which every turn is recorded without its text, for `agentserve simulate`.")
     capture_file_bytes: int = Field(64 << 20, ge=4096, description="Size from which a file of the capture is followed by another, bytes.")

@@ -77,6 +77,9 @@ class PromptChange:
     divergence: Divergence | None = None
 
 
+_LAG_SECONDS = 0.1
+"""So long a turn waits at most for the events of answers before it: without them its prediction would miss what those have evicted."""
+_LAG_POLL_SECONDS = 0.002
 _STALE_SECONDS = 0.001
 """A turn that has queued for longer is estimated again: others have filled the cache and emptied it meanwhile."""
 
@@ -422,6 +425,7 @@ class Turns:
         try:
             relation = session.relation(place.matched, more=place.more, foreign=place.foreign)
             replica = self.replicas.place(session, self.prompt(session, place))
+            await self._caught_up(replica)
             request, estimate = self._request(replica, session, namespace, place, options)
             known = replica.books.num_known_blocks(estimate)
             computed = await replica.twins.wait(estimate.hashes, known)
@@ -489,6 +493,12 @@ class Turns:
             constrains_reasoning=sampling.constrained,
         )
         return request, estimate
+
+    async def _caught_up(self, replica: Replica) -> None:
+        """Return when the mirror has heard of all that complete answers did, or soon after."""
+        capacity, deadline = replica.engine.info.kv_capacity_tokens, self.clock() + _LAG_SECONDS
+        while capacity is not None and replica.books.is_behind(capacity) and self.clock() < deadline:  # noqa: ASYNC110 - the mirror tells nobody
+            await asyncio.sleep(_LAG_POLL_SECONDS)
 
     def _max_tokens(self, replica: Replica, num_prompt_tokens: int, wanted: int | None) -> int:
         max_model_len = replica.engine.info.max_model_len

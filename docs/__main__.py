@@ -59,6 +59,7 @@ TREE: dict[str, str] = {
     "replays/sim_engine": "the simulator behind vLLM's HTTP, metrics and KV events",
     "replays/simulator": "vLLM's scheduler and block pool simulated in extents, driven by closed-loop traces",
     "benchmarks": "runnable comparisons, one table each",
+    "benchmarks/capacity": "near a full cache: sessions in a closed loop against a real vLLM, with and without the plugin",
     "benchmarks/ledger": "generated sessions, disconnects, long histories, a frozen Redis",
     "tests": "every test; `make test` runs them",
     "tests/upstream": "a scripted vLLM: HTTP and KV events as the real one sends them",

@@ -115,11 +115,12 @@ def options_of(arm: Arm, seed: int, *, blocks: int, streams: int, seconds: float
 def row(name: str, reports: Sequence[SimulationReport], base: Sequence[SimulationReport]) -> str:
     """An arm's line of the table: ratios to the baseline, which ran at the same seeds."""
     gaps, lost = [_gap(report) for report in reports], [_gap(report) for report in base]
-    shares = [1 - gap / of for gap, of in zip(gaps, lost, strict=True)]
+    shares = [1 - gap / of for gap, of in zip(gaps, lost, strict=True) if of > 0] or [0.0]
+    closed = 1 - sum(gaps) / sum(lost) if sum(lost) > 0 else 0.0
     small, large = (_mean(reports, f"p99_{size}_tenth") for size in ("smallest", "largest"))
     waits = f"{_mean(reports, 'p99'):.0f} s ({max(report.wait_seconds['longest'] for report in reports):.0f} s)"
     return (
-        f"| {name} | {sum(gaps) / len(gaps):.2f} | {1 - sum(gaps) / sum(lost):.1%} | {min(shares):.0%} to {max(shares):.0%} | "
+        f"| {name} | {sum(gaps) / len(gaps):.2f} | {closed:.1%} | {min(shares):.0%} to {max(shares):.0%} | "
         f"{_ratio(reports, base, _rate)} | {_ratio(reports, base, _uncached)} | {_ratio(reports, base, _first_token)} | "
         f"{waits} | {f'{large / small:.2f}' if small else '-'} | {min(report.wait_seconds['jain'] for report in reports):.3f} |"
     )
@@ -156,8 +157,8 @@ def _ratio(reports: Sequence[SimulationReport], base: Sequence[SimulationReport]
 def main(
     traces: Path,
     *,
-    seeds: Annotated[int, Parameter(help="Runs of each arm.")] = 6,
-    blocks: Annotated[int, Parameter(help="Of 2,048 tokens, in the KV cache.")] = 2000,
+    seeds: Annotated[int, Parameter(help="Runs of each arm.")] = 4,
+    blocks: Annotated[int, Parameter(help="Of 2,048 tokens, in the KV cache.")] = 2100,
     streams: Annotated[int, Parameter(help="Sessions that live at all times.")] = 42,
     seconds: Annotated[float, Parameter(help="Of profiling, in the trace's time.")] = 2700.0,
     arms: Annotated[tuple[str, ...], Parameter(help="Only these, beside the baseline (repeat the flag).")] = (),

@@ -222,6 +222,19 @@ def test_a_rule_changes_while_turns_run_and_wait_and_no_ticket_is_lost() -> None
     assert (book.num_tickets, book.charged_tokens, policy.num_waiting) == (0, 0, 0)
 
 
+def test_idle_sessions_keep_their_places_when_parameters_change() -> None:
+    policy = gate("working_set")
+    for second, name in enumerate(("a", "b")):
+        policy.returned(let_in(policy, name, 400, float(second)), second + 1.0)
+    assert policy.change_rule(ADMISSION_POLICIES["working_set"].rule(THOUSAND, {"alpha": 0.7, "tau_seconds": 100}), 5.0) == []
+    assert (policy.state().in_use_tokens, policy.state().num_members) == (800, 2)
+    assert ask(policy, "c", 400, 6.0) is None
+    assert ids(policy.due(101.0)) == ["c@6"], "the first of them has been idle for as long as the new rule allows"
+    policy.change_rule(ADMISSION_POLICIES["fcfs"].rule(THOUSAND), 102.0)
+    assert policy.state().in_use_tokens == 400
+    policy.check_integrity()
+
+
 def test_only_what_members_miss_trims_the_target_and_slowly() -> None:
     policy = gate("working_set", trim_step=0.01, quantum_tokens=0, hold_seconds=3600)
     outsider = let_in(policy, "a", 100, 0.0)

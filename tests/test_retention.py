@@ -193,6 +193,7 @@ async def test_a_change_that_cannot_be_made_says_why_and_changes_nothing(upstrea
             ({"eviction": {"policy": "farthest_next_use"}}, 400, "class_hazard"),
             ({"admission": {"policy": "kv_budget"}, "eviction": {"policy": "lru", "parameters": {"x": 1}}}, 400, "none"),
             ({"eviction": {"policy": "class_hazard"}}, 503, "plugin"),
+            ({"admission": {"policy": "kv_budget"}, "eviction": {"policy": "class_hazard"}}, 503, "plugin"),
         ]
         for body, expected, hint in wrong:
             status, answer = await ask(served.url, "/v1/admin/policies", "PUT", body, "boss")

@@ -107,10 +107,10 @@ class Gate:
         return self._grant_waiting(now)
 
     def change_rule(self, rule: Rule, now: float) -> list[Grant]:
-        """Go on by another rule: tickets stay out, turns stay in the queue and find their places in it anew. Changes state.
-
-        Members of the old rule that are idle are not taken over; their next turns ask anew.
-        """
+        """Go on by another rule: tickets stay out, idle sessions keep their places where it has any, and turns stay in the queue and find
+        their order in it anew. Changes state."""
+        for place in self._rule.places():
+            rule.keep(place)
         self._rule = rule
         self._shares = TenantShares(rule.quantum_tokens)
         running_tokens = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Protocol
 
@@ -43,6 +43,15 @@ class Conditions:
             return math.inf
         room = self.limits.capacity_tokens + parameters.tier_share * (self.limits.tier_tokens or 0)
         return room * (parameters.alpha if share is None else share)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Of a session that is idle since `since`, and held `tokens` then."""
+
+    session_id: str
+    tokens: int
+    since: float
 
 
 class Rule(Protocol):
@@ -104,6 +113,14 @@ class Rule(Protocol):
         """Time has passed. Changes state."""
         ...
 
+    def places(self) -> Iterable[Place]:
+        """Those of idle sessions, the longest idle first."""
+        ...
+
+    def keep(self, place: Place) -> None:
+        """A place that another rule had given. Changes state where this one keeps places."""
+        ...
+
 
 class OpenRule:
     """No budget and no members: the base of rules that only order, and of those that only count what runs."""
@@ -139,6 +156,12 @@ class OpenRule:
         pass
 
     def due(self, now: float) -> None:
+        pass
+
+    def places(self) -> Iterable[Place]:
+        return ()
+
+    def keep(self, place: Place) -> None:
         pass
 
 

@@ -9,11 +9,12 @@ out, nobody would ever wait, and everybody would miss. Who has lost its place bu
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated
 
 from admission.choice import Knob
-from admission.policies.rule import BudgetParameters, Conditions, OpenRule, Rule, by_prefix
+from admission.policies.rule import BudgetParameters, Conditions, OpenRule, Place, Rule, by_prefix
 from admission.policies.trimming import Trimming
 from admission.requests import AdmissionRequest
 
@@ -130,6 +131,13 @@ class _WorkingSet(OpenRule):
     def due(self, now: float) -> None:
         while (due := self.due_seconds) is not None and due <= now:
             self._leave(next(iter(self._idle)))
+
+    def places(self) -> Iterable[Place]:
+        return [Place(session_id, idle.tokens, idle.since) for session_id, idle in self._idle.items()]
+
+    def keep(self, place: Place) -> None:
+        self._idle[place.session_id] = _Idle(place.tokens, place.since)
+        self.idle_tokens += place.tokens
 
     def _leave(self, session_id: str) -> int:
         """What it held while it was idle."""

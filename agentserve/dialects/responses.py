@@ -138,12 +138,20 @@ def input_items(request: ResponsesRequest, kept: Callable[[str], bytes]) -> list
     if isinstance(request.input, str):
         return [msgspec.json.encode({"type": "message", "role": "user", "content": request.input})]
     items = [bytes(raw) for raw in request.input]
-    for index, text in enumerate(items):
-        if b"item_reference" in text:  # also in a text that only speaks of one
-            item = decode_part(_item, msgspec.Raw(text), f"input[{index}]")
-            if item.type == "item_reference":
-                items[index] = kept(item.id or "")
+    for index, item_id in item_references(request).items():
+        items[index] = kept(item_id)
     return items
+
+
+def item_references(request: ResponsesRequest) -> dict[int, str]:
+    """The ids of items that the request only refers to, by their place in its input."""
+    found: dict[int, str] = {}
+    for index, raw in enumerate(() if isinstance(request.input, str) else request.input):
+        if b"item_reference" in bytes(raw):  # also in a text that only speaks of one
+            item = decode_part(_item, raw, f"input[{index}]")
+            if item.type == "item_reference":
+                found[index] = item.id or ""
+    return found
 
 
 class ResponsesConversation:

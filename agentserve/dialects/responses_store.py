@@ -18,22 +18,26 @@ class Named(msgspec.Struct):
 _named = msgspec.json.Decoder(Named)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class StoredResponse:
-    """One response: its `body` as JSON, and the input and output items that it added to `previous`, each as JSON text."""
+    """One response: its `body` as JSON, and the input and output items that it added to `previous`, each as JSON text.
+
+    `body` None: another server made it, and nobody has asked for it here. `deleted`: by its client, while others may build on it.
+    """
 
     id: str
     session_id: str
-    body: bytes
+    body: bytes | None
     items: tuple[bytes, ...]
     previous: StoredResponse | None
     listed: bool = False
+    deleted: bool = False
     num_followers: int = 0
 
     @property
     def num_bytes(self) -> int:
         """What it holds beside its predecessors."""
-        return len(self.body) + sum(map(len, self.items))
+        return len(self.body or b"") + sum(map(len, self.items))
 
     @property
     def held(self) -> bool:
@@ -42,12 +46,17 @@ class StoredResponse:
 
     def history(self) -> list[bytes]:
         """All items up to and with its own."""
-        parts: list[tuple[bytes, ...]] = []
-        step: StoredResponse | None = self
+        return [item for step in (*self.predecessors(), self) for item in step.items]
+
+    def predecessors(self) -> list[StoredResponse]:
+        """Those that it builds on, the oldest first."""
+        steps: list[StoredResponse] = []
+        step = self.previous
         while step is not None:
-            parts.append(step.items)
+            steps.append(step)
             step = step.previous
-        return [item for part in reversed(parts) for item in part]
+        steps.reverse()
+        return steps
 
 
 class ResponseStore:
@@ -72,10 +81,16 @@ class ResponseStore:
 
     def get(self, namespace: Namespace, response_id: str) -> StoredResponse:
         """The response with this id. Raises NotFound."""
-        response = self._listed.get((namespace, response_id))
+        response = self.find(namespace, response_id)
         if response is None:
-            raise NotFound(f"no stored response {response_id!r}", param="response_id", code="response_not_found")
-        self._listed.move_to_end((namespace, response_id))
+            raise response_not_found(response_id)
+        return response
+
+    def find(self, namespace: Namespace, response_id: str) -> StoredResponse | None:
+        """The response with this id, which counts as used now."""
+        response = self._listed.get((namespace, response_id))
+        if response is not None:
+            self._listed.move_to_end((namespace, response_id))
         return response
 
     def previous(self, namespace: Namespace, response_id: str) -> StoredResponse:
@@ -100,9 +115,17 @@ class ResponseStore:
 
     def delete(self, namespace: Namespace, response_id: str) -> None:
         """Forget a response; those that build on it keep its items. Raises NotFound."""
-        response = self.get(namespace, response_id)
-        del self._listed[(namespace, response_id)]
+        if not self.forget(namespace, response_id):
+            raise response_not_found(response_id)
+
+    def forget(self, namespace: Namespace, response_id: str) -> bool:
+        """The same without an error; whether there was one."""
+        response = self._listed.pop((namespace, response_id), None)
+        if response is None:
+            return False
+        response.deleted = True
         self._unlist(response)
+        return True
 
     def _build_on(self, previous: StoredResponse | None) -> None:
         """Keep what a new response builds on, also what was forgotten while its turn was running."""
@@ -122,3 +145,8 @@ class ResponseStore:
             step = step.previous
             if step is not None:
                 step.num_followers -= 1
+
+
+def response_not_found(response_id: str) -> NotFound:
+    """What is told of a response that is not kept."""
+    return NotFound(f"no stored response {response_id!r}", param="response_id", code="response_not_found")

@@ -33,7 +33,7 @@ from agentserve.engines.plugin.wire import (
     xargs,
 )
 
-__all__ = ["EngineHints", "NoHints", "PluginHints", "PluginState", "SessionHint", "TurnHints"]
+__all__ = ["EngineHints", "NoHints", "PluginHints", "PluginState", "SessionHint", "TurnHints", "engine_hints"]
 
 MAX_PENDING: Final = 20_000
 MAX_ALONG: Final = 200
@@ -98,6 +98,11 @@ class NoHints:
 
     async def close(self) -> None:
         pass
+
+
+def engine_hints(plugin: str, url: str, api_key: str | None = None) -> EngineHints:
+    """For the setting `engine.plugin` and the engine at `url`."""
+    return NoHints() if plugin == "off" else PluginHints(url, api_key=api_key)
 
 
 class PluginHints:

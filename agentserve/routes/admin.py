@@ -44,14 +44,7 @@ def router(server: Server) -> APIRouter:
         server.check_admin(request.headers)
         limits = server.settings.limits
         body = decode_body(_BODY, await read_body(request, max_bytes=limits.body_bytes, seconds=limits.body_seconds))
-        if body.admission is None and body.eviction is None:
-            raise InvalidRequest("name what is to change: 'admission' or 'eviction', each with a 'policy'")
-        if body.eviction is not None:
-            server.policies.check_eviction(_chosen(body.eviction))
-        if body.admission is not None:
-            server.policies.change_admission(_chosen(body.admission))
-        if body.eviction is not None:
-            await server.policies.change_eviction(_chosen(body.eviction))
+        await _change(server, body)
         return json_response(await _policies(server))
 
     @routes.get("/v1/admin/waiting")
@@ -86,6 +79,19 @@ def describe_waiting(server: Server) -> list[dict[str, Any]]:
         for replica in server.replicas
         for entry, seconds in replica.room.waiting()
     ]
+
+
+async def _change(server: Server, body: PoliciesBody) -> None:
+    """All of it, or nothing. Raises InvalidRequest, EngineUnavailable."""
+    policies = server.policies
+    if body.admission is None and body.eviction is None:
+        raise InvalidRequest("name what is to change: 'admission' or 'eviction', each with a 'policy'")
+    if body.admission is not None:
+        policies.check_admission(_chosen(body.admission))
+    if body.eviction is not None:  # before the other, which cannot fail any more
+        await policies.change_eviction(_chosen(body.eviction))
+    if body.admission is not None:
+        policies.change_admission(_chosen(body.admission))
 
 
 async def _policies(server: Server) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -98,6 +98,8 @@ class TurnRequest:
     """Which request this is to a client that sends it again; None: it is not looked for."""
     media: MediaChat | None = None
     """The conversation in the engine's own form, where it holds what only the engine can render."""
+    settled: Callable[[], Awaitable[None]] | None = None
+    """Awaited between the making of an answer's end and its sending: what the client may go on from is then where any server finds it."""
 
 
 def answer(server: Server, namespace: Namespace, asked: TurnRequest, writer: AnswerWriter) -> Exchange:
@@ -165,7 +167,9 @@ class TurnRun:
                 await wire.write(self._writer.opening(turn.plan) + self._writer.deltas(deltas))
         outcome = self._finished(turn)
         opening = b"" if opened else self._writer.opening(turn.plan)
-        await wire.write(opening + self._writer.closing(turn.plan, outcome), more=False)
+        closing = self._writer.closing(turn.plan, outcome)
+        await self._settled()
+        await wire.write(opening + closing, more=False)
 
     async def _whole(self, wire: Sink, turn: Turn | MediaTurn) -> None:
         said: list[Delta] = []
@@ -176,7 +180,9 @@ class TurnRun:
                 said += deltas
         outcome = self._finished(turn)
         wire.prepare(200, {**JSON, **plan_headers(turn.plan, outcome.hits)})
-        await wire.write(self._writer.whole(turn.plan, outcome, said), more=False)
+        whole = self._writer.whole(turn.plan, outcome, said)
+        await self._settled()
+        await wire.write(whole, more=False)
 
     async def _choices(self, wire: Sink, turn: Turn, writer: ChoicesWriter) -> None:
         options = self._asked.options
@@ -205,6 +211,10 @@ class TurnRun:
             return
         wire.prepare(200, {**JSON, **plan_headers(turn.plan, ordered[0][0].hits)})
         await wire.write(writer.whole_choices(turn.plan, ordered), more=False)
+
+    async def _settled(self) -> None:
+        if self._asked.settled is not None:
+            await self._asked.settled()
 
     def _first_token(self) -> None:
         self._server.metrics.first_token.observe(time.monotonic() - self._asked.started)

@@ -56,33 +56,34 @@ class Append:
     async def _write(self, client: Redis, *pushes: Command) -> Stands:
         ttl = self.ttl_milliseconds
         leads: list[Command] = [("SET", lead, self.session, "PX", ttl) for lead in self.leads]
-        replies = await _send(client, *pushes, ("PEXPIRE", self.key, ttl), ("LINDEX", self.key, 0), *leads)
+        replies = await send(client, *pushes, ("PEXPIRE", self.key, ttl), ("LINDEX", self.key, 0), *leads)
         return Stands(replies[len(pushes) + 1] or b"", replies[len(pushes) - 1])
 
 
 async def read(client: Redis, key: bytes, first: bytes, start: int) -> Part:
     """The list at `key` from `start` on if it begins with `first`, else the whole of it. One round trip if it does."""
     if first:
-        begins, records = await _send(client, ("LINDEX", key, 0), ("LRANGE", key, start, -1))
+        begins, records = await send(client, ("LINDEX", key, 0), ("LRANGE", key, start, -1))
         if begins == first:
             return Part(first, start, records)
-    (records,) = await _send(client, ("LRANGE", key, 0, -1))
+    (records,) = await send(client, ("LRANGE", key, 0, -1))
     return Part(records[0] if records else b"", 0, records)
 
 
 async def first_lead(client: Redis, keys: Sequence[bytes]) -> str | None:
     """The session that the first known of `keys` leads to."""
-    (found,) = await _send(client, ("MGET", *keys))
+    (found,) = await send(client, ("MGET", *keys))
     return next((session.decode() for session in found if session is not None), None)
 
 
 async def remove(client: Redis, key: bytes) -> bool:
     """Whether there was a list at `key`."""
-    (count,) = await _send(client, ("UNLINK", key))
+    (count,) = await send(client, ("UNLINK", key))
     return bool(count)
 
 
-async def _send(client: Redis, *commands: Command) -> list[Any]:
+async def send(client: Redis, *commands: Command) -> list[Any]:
+    """The replies to `commands`, which are one round trip and, if more than one, one transaction."""
     async with client.pipeline(transaction=len(commands) > 1) as pipe:
         for command in commands:
             pipe.execute_command(*command)

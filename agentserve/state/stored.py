@@ -25,7 +25,7 @@ from agentserve.state.breaker import Failure
 from agentserve.state.codec import SCHEMA, Damaged, Mark, StoredNode, decode, decode_mark, encode_mark
 from agentserve.state.commands import Append, Part, first_lead, read, remove
 from agentserve.state.link import RedisLink
-from agentserve.state.writer import Writer
+from agentserve.state.writer import Writer, removal_of
 
 SAVE_TIMEOUTS = 4
 """A save may take so many times what a turn waits for the store: a whole session may be a megabyte."""
@@ -60,7 +60,7 @@ class StoredSessions:
     ) -> None:
         self.link = link
         self.writer = Writer(link)
-        self._deployment = deployment
+        self.deployment = deployment
         self._tell = tell
         self._clock = clock
         self._ttl_milliseconds = max(1, int(ttl_seconds * 1000))
@@ -122,7 +122,7 @@ class StoredSessions:
         written = self._written.get(session, Written()) if session is not None else Written()
         first, start = written.first, written.num_read
         key = self._key(namespace, session_id)
-        if self.writer.has(_removal(key)):
+        if self.writer.has(removal_of(key)):
             return False
         part = await self.link.run(partial(read, key=key, first=first, start=start), deadline - self._clock())
         if part is None or not part.records:
@@ -151,11 +151,11 @@ class StoredSessions:
 
     def _remove(self, key: bytes) -> asyncio.Future[bool]:
         """Behind a save that may be on its way, and not in place of one that follows."""
-        return self.writer.add(_removal(key), lambda: self.link.run(partial(remove, key=key), self._save_seconds))
+        return self.writer.add(removal_of(key), lambda: self.link.run(partial(remove, key=key), self._save_seconds))
 
     async def _decode(self, part: Part, namespace: Namespace, session_id: str) -> tuple[Mark, list[StoredNode]]:
         mark = decode_mark(part.first)
-        asked = Mark(self._deployment, namespace.name, session_id, None, True, b"")
+        asked = Mark(self.deployment, namespace.name, session_id, None, True, b"")
         if not mark.is_same_session(asked):
             raise Damaged(f"asked for session {session_id!r}, got {mark.session!r}")
         if sum(map(len, part.records)) > LONG_TOKENS:  # about a byte a token
@@ -186,7 +186,7 @@ class StoredSessions:
 
     async def _save_whole(self, namespace: Namespace, session: Session, *, replace: bool) -> bool | None:
         encoded = await self._encode(list(branches(session)), Written())
-        mark = Mark(self._deployment, namespace.name, session.id, session.parent, session.named, token_bytes(8))
+        mark = Mark(self.deployment, namespace.name, session.id, session.parent, session.named, token_bytes(8))
         whole = self._append(namespace, session, [encode_mark(mark), *encoded.records])
         stands = await self.link.run(whole.replace if replace else whole.begin, self._save_seconds)
         if stands is None:
@@ -207,13 +207,8 @@ class StoredSessions:
         return Append(self._key(namespace, session.id), records, self._ttl_milliseconds, session.id.encode(), keys)
 
     def _key(self, namespace: Namespace, session_id: str) -> bytes:
-        return b"agentserve:%d:%s:%s:session:%s" % (SCHEMA, self._deployment.hex().encode(), namespace.name.encode(), session_id.encode())
+        return b"agentserve:%d:%s:%s:session:%s" % (SCHEMA, self.deployment.hex().encode(), namespace.name.encode(), session_id.encode())
 
     def _lead(self, namespace: Namespace, digest: bytes) -> bytes:
         short = xxhash.xxh3_128_hexdigest(digest)
-        return b"agentserve:%d:%s:%s:history:%s" % (SCHEMA, self._deployment.hex().encode(), namespace.name.encode(), short.encode())
-
-
-def _removal(key: bytes) -> bytes:
-    """Under which the writer knows the removal of `key`."""
-    return b"-" + key
+        return b"agentserve:%d:%s:%s:history:%s" % (SCHEMA, self.deployment.hex().encode(), namespace.name.encode(), short.encode())

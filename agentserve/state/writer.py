@@ -33,12 +33,18 @@ class Writer:
         self._link = link
         self._waiting: dict[bytes, Change] = {}
         self._running: Change | None = None
+        self._running_since = 0.0
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def running_seconds(self) -> float:
+        """How long the store has been at the change that runs."""
+        return 0.0 if self._running is None else asyncio.get_running_loop().time() - self._running_since
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._work())
@@ -87,7 +93,7 @@ class Writer:
                 self._wake.set()
 
     async def _try(self, key: bytes, change: Change) -> None:
-        self._running = change
+        self._running, self._running_since = change, asyncio.get_running_loop().time()
         result = await change.run()
         self._running = None
         _answer(change, bool(result))
@@ -95,6 +101,11 @@ class Writer:
             change.num_tries += 1
             if self._link.is_open or change.num_tries < MAX_TRIES:
                 self._waiting.setdefault(key, change)
+
+
+def removal_of(key: bytes) -> bytes:
+    """Under which the writer knows the removal of `key`: a change of its own, behind a save that may be on its way."""
+    return b"-" + key
 
 
 def _answer(change: Change, result: bool) -> None:

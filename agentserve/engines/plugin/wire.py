@@ -53,6 +53,8 @@ class SessionHint:
 class TurnHints:
     """What rides on a request. Its session is the request's own (`GenerateRequest.session_id`)."""
 
+    session_id: str | None = None
+    """For vLLM before 0.28, which does not pass X-Session-ID on to its scheduler; else not needed."""
     branch_id: str | None = None
     """The branch of the session that the prompt extends. What this branch has had and the prompt has no more is cut: dead at once.
     None: nothing is concluded from what the prompt lacks, as a session may run several conversations."""
@@ -97,15 +99,13 @@ class PluginState:
     num_extents: int
     num_evicted_dead_blocks: int
     num_evicted_live_blocks: int
-    num_evicted_plain_blocks: int
-    """Without a hash, or of no known session."""
     num_hints: int
     num_bad_hints: int
     """That could not be read. A hint on a session with nothing resident is not bad, it does nothing."""
     num_errors: int
     """Faults of the plugin itself; the first one turns it off."""
     resident_blocks: Mapping[str, int] = field(default_factory=dict)
-    """By session: free blocks that the session let go last. Only where asked for."""
+    """By session: free blocks that the session let go last."""
 
 
 _TURN = msgspec.json.Decoder(TurnHints)
