@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -189,7 +190,7 @@ def _take(branch: Branch, end: int, now: float) -> Weighted:
 def _sample(server: Server, now: float) -> Sample:
     counts = dict.fromkeys(KINDS, 0)
     classes: Counter[str] = Counter()
-    young = [0] * len(AGES_SECONDS)
+    young = [0] * (len(AGES_SECONDS) + 1)
     for engine in server.engines:
         pool = engine.pool
         counts["unused"] += pool.num_plain
@@ -199,12 +200,6 @@ def _sample(server: Server, now: float) -> Sample:
             counts[kind] += extent.num_blocks
             if kind == "live_idle":
                 classes[extent.return_class] += extent.num_blocks
-            place = _age_place(now - extent.freed_seconds)
-            if place < len(young):
-                young[place] += extent.num_blocks
-    used = np.cumsum(young) + counts["pinned"]
+            young[bisect_left(AGES_SECONDS, now - extent.freed_seconds)] += extent.num_blocks
+    used = np.cumsum(young[:-1]) + counts["pinned"]
     return Sample(now, counts, classes, tuple(int(blocks) for blocks in used))
-
-
-def _age_place(age: float) -> int:
-    return next((place for place, most in enumerate(AGES_SECONDS) if age <= most), len(AGES_SECONDS))

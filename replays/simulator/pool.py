@@ -184,7 +184,7 @@ class BlockPool:
     def idle_extents(self) -> Iterator[tuple[PooledExtent, bool]]:
         """Every extent that no running request uses, and whether a later copy makes it spare."""
         for copy in self._idle.values():
-            yield copy.extent, copy.piece.keeper is not copy
+            yield copy.extent, len(copy.piece.copies) > 1 and copy.piece.keeper is not copy
 
     def check_integrity(self) -> None:
         """Assert what must hold between calls: sums, chains without holes, and that the policy's choice is a leaf."""

@@ -56,7 +56,7 @@ class SimulationOptions:
     """The model's limit, as far as the server knows it; prompts are not cut to it."""
     knowledge: Knowledge = field(default_factory=Knowledge)
     loop: LoopOptions = field(default_factory=LoopOptions)
-    sample_seconds: float = 10.0
+    sample_seconds: float = 30.0
 
 
 @dataclass(eq=False)
