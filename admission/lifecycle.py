@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from copy import copy
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated
@@ -68,6 +69,8 @@ class _Session:
     """Branch → tokens of it that the newest prompt still has."""
     side_branches: set[str] = field(default_factory=set)
     num_silent: int = 0
+    counts_as_never: bool = False
+    """Its present idle time has been counted as one without a return."""
     epoch: int = 0
     """Counts idle times, so that a deadline of an earlier one is told from the present one's."""
 
@@ -115,6 +118,20 @@ class Lifecycle:
         """The class of its idle time, for `ReturnModel` and `Extent`."""
         session = self._sessions.get(session_id)
         return UNKNOWN if session is None else session.return_class
+
+    def is_over(self, session_id: str) -> bool:
+        """Whether the session has ended, as was said or is believed; one that is not known has."""
+        session = self._sessions.get(session_id)
+        return session is None or session.fate is not Fate.LIVE
+
+    def seconds_to_return(self, session_id: str, now: float, horizon_seconds: float) -> float:
+        """Mean seconds until an idle session is back, counted as at most the horizon; 0 while it runs, infinity when it has ended."""
+        session = self._sessions.get(session_id)
+        if session is None or session.fate is not Fate.LIVE:
+            return math.inf
+        if session.num_running:
+            return 0.0
+        return self._returns.time_to_return(session.return_class, now - session.idle_since, horizon_seconds)
 
     def fate(self, session_id: str, branch_id: str = "", *, start_tokens: int = 0, is_generated: bool = False) -> Fate:
         """Of the part of a branch that starts at `start_tokens`. A session that is not known has ended."""
@@ -166,6 +183,9 @@ class Lifecycle:
     def _came_back(self, session: _Session, now: float) -> None:
         idle_seconds = now - session.idle_since
         session.epoch += 1
+        if session.counts_as_never:
+            session.counts_as_never = False
+            self._returns.did_come_back(session.return_class, now)
         session.pace.came_back(idle_seconds * self._time_scale)
         self._returns.came_back(session.return_class, idle_seconds, now)
 
@@ -197,18 +217,25 @@ class Lifecycle:
         session.epoch += 1
         session.ends_turn = end.ends_turn
         session.phase = Phase.TOOL_PENDING if end.tools else Phase.WAITING
-        session.return_class = self._classify(session, end, now)
+        session.return_class = self._classify(session, session.pace, end, now)
         hopeless = self._returns.idle_until_hopeless(session.return_class, self._parameters.least_chance)
         forget = self._parameters.forget_seconds
         if hopeless < forget:
             heapq.heappush(self._deadlines, (now + hopeless, session_id, session.epoch, False))
         heapq.heappush(self._deadlines, (now + forget, session_id, session.epoch, True))
 
-    def _classify(self, session: _Session, end: TurnEnd, now: float) -> str:
+    def class_after(self, session_id: str, now: float, end: TurnEnd) -> str:
+        """The class of the idle time that follows a turn of it, if that ends so. Changes nothing of the session."""
+        session = self._sessions[session_id]
+        pace = copy(session.pace)
+        pace.turn_ended(from_user=end.from_user)
+        return self._classify(session, pace, end, now)
+
+    def _classify(self, session: _Session, pace: Pace, end: TurnEnd, now: float) -> str:
         name = return_class(is_subagent=session.parent_id is not None, calls_tools=bool(end.tools), ends_turn=end.ends_turn)
         tokens = end.num_prompt_tokens + end.num_output_tokens
         share = tokens / self._context_tokens if self._context_tokens else None
-        name = with_tool(session.pace.refine(name, end.num_output_tokens, share), end.tools)
+        name = with_tool(pace.refine(name, end.num_output_tokens, share), end.tools)
         return self._returns.class_for(session.tenant, name, now)
 
     def side_request(self, session_id: str, branch_id: str) -> list[str]:
@@ -234,7 +261,7 @@ class Lifecycle:
         session = self._sessions.get(session_id)
         if session is None or (session.num_running and session.fate is Fate.ENDED):
             return []
-        if session.num_running == 0 and session.fate is Fate.LIVE:
+        if session.num_running == 0 and session.fate is Fate.LIVE and not session.counts_as_never:
             self._returns.left(session.return_class, now - session.idle_since, now)
         children = sorted(session.children)
         session.fate = Fate.ENDED
@@ -253,8 +280,11 @@ class Lifecycle:
             if session.fate is Fate.LIVE:
                 session.fate, session.phase = Fate.ENDED, Phase.ENDED
                 changed.append(session_id)
-            if is_last:
+            # At once, not when it is forgotten: until then only those that came back would be counted, and all would seem to.
+            if not session.counts_as_never:
+                session.counts_as_never = True
                 self._returns.never_came_back(session.return_class, now)
+            if is_last:
                 self._drop(session_id)
         return changed
 

@@ -210,6 +210,11 @@ class ReturnModel:
         for table in self._learn(return_class, now):
             table.num_never += 1
 
+    def did_come_back(self, return_class: str, now: float) -> None:
+        """A session that was counted as one that never came back has done so. Changes state."""
+        for table in self._learn(return_class, now):
+            table.num_never = max(0.0, table.num_never - 1)
+
     def left(self, return_class: str, idle_seconds: float, now: float) -> None:
         """A session of the class went out of sight after so long (its end was said, the server stopped). Changes state."""
         for table in self._learn(return_class, now):

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from agentserve.dialects import anthropic_errors, errors
 from agentserve.errors import AgentserveError, ClientError, NotFound
-from agentserve.routes import cache, chat, messages, operations, responses, sessions
+from agentserve.routes import admin, cache, chat, messages, operations, responses, sessions
 from agentserve.server import Server
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
@@ -26,6 +26,7 @@ def build_app(server: Server, lifespan: Lifespan | None = None) -> FastAPI:
     app.include_router(messages.router(server))
     app.include_router(responses.router(server))
     app.include_router(operations.router(server))
+    app.include_router(admin.router(server))
     app.include_router(cache.router(server))  # before the sessions, whose ids may hold slashes
     app.include_router(sessions.router(server))
 

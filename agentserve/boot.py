@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -16,26 +17,32 @@ import msgspec
 import structlog
 import xxhash
 
+from admission.lifecycle import Lifecycle
 from admission.policies import ADMISSION_POLICIES
 from admission.requests import Limits
+from admission.returns import ReturnModel
 from admission.tickets import TicketBook
 from admission.twins import TwinGate
 from agentserve.cache import CacheBooks
 from agentserve.canonical.canonicaliser import choose
+from agentserve.capture import Capture, CaptureOptions
 from agentserve.deliveries import Deliveries
 from agentserve.dialects.responses_store import ResponseStore
 from agentserve.engines import Engine
 from agentserve.engines.embedded import EmbeddedEngine
+from agentserve.engines.hints import EngineHints, NoHints, engine_hints
 from agentserve.engines.kv_events import KvEventSubscriber
 from agentserve.engines.lmcache import LmcacheServer
 from agentserve.engines.lmcache_command import LmcacheOptions
 from agentserve.engines.vllm import VllmEngine
-from agentserve.engines.vllm_command import EmbeddedOptions
+from agentserve.engines.vllm_command import EmbeddedOptions, plugin_options
 from agentserve.errors import SetupError
 from agentserve.media import MediaTurns
 from agentserve.metrics import Metrics
+from agentserve.policies import Chosen, Policies, chosen
 from agentserve.records import TurnLog
 from agentserve.replicas import Replica, Replicas
+from agentserve.retention import Retention
 from agentserve.server import Server
 from agentserve.sessions import Namespaces
 from agentserve.settings import EngineSettings, Settings, StateSettings
@@ -48,6 +55,8 @@ from agentserve.twins import TwinRoom
 from agentserve.waiting import WaitingRoom
 from model.chat import ChatFormat
 from model.chat.formats import chat_format
+from model.chat.jinja import UnstableTemplate
+from model.chat.jinja_template import TemplateRefused
 from model.tokenizer import Tokenizer, verify
 from prefix_cache.mirror import Mirror
 from prefix_cache.tiers.chunks import Watermark
@@ -72,7 +81,10 @@ async def running_server(settings: Settings, progress: Callable[[str], None]) ->
         check_alike(first.engine, [other.engine for other in others])
         folder = model_folder(settings, first.engine, made[0].nano)
         tokenizer, chat = await asyncio.to_thread(load_model_files, settings.engine, folder)
-        server = build(settings, first.engine, tokenizer, chat, first.mirror, first.offload, others)
+        server = build(settings, first.engine, tokenizer, chat, first.mirror, first.offload, others, first.hints)
+        if server.turns.capture is not None:
+            server.turns.capture.start()
+            stack.push_async_callback(asyncio.to_thread, server.turns.capture.close)
         if server.turns.stored is not None:
             stack.push_async_callback(server.turns.stored.close)
             await server.turns.stored.start()
@@ -96,13 +108,16 @@ class Followed:
     engine: Engine
     mirror: Mirror | None = None
     offload: Offload | None = None
+    hints: EngineHints = field(default_factory=NoHints)
+    """Its plugin, where it has one."""
 
 
 async def follow(settings: Settings, made: Made, tier: LmcacheServer | None, stack: AsyncExitStack) -> Followed:
-    """Follow the KV events of an engine that has started."""
+    """Follow the KV events of an engine that has started, and find its plugin."""
     engine = made.engine
+    hints = await start_hints(settings, engine, stack)
     if made.events is None or engine.info.block_size is None:
-        return Followed(engine)
+        return Followed(engine, hints=hints)
     mirror = Mirror(engine.info.block_size)
     offload = follow_offload(settings, mirror, tier)
     subscriber = KvEventSubscriber(made.events, made.replay, settings.engine.events_topic, mirror)
@@ -111,7 +126,17 @@ async def follow(settings: Settings, made: Made, tier: LmcacheServer | None, sta
     await subscriber.caught_up()  # else the first predictions would not know an older engine's blocks
     if isinstance(engine, EmbeddedEngine):
         engine.on_restart = mirror.restarted
-    return Followed(engine, mirror, offload)
+    return Followed(engine, mirror, offload, hints)
+
+
+async def start_hints(settings: Settings, engine: Engine, stack: AsyncExitStack) -> EngineHints:
+    """The way to the engine's plugin, where the settings say that it has one."""
+    options = settings.engine
+    key = options.api_key.get_secret_value() if options.url is not None and options.api_key is not None else None
+    hints = engine_hints(options.plugin, engine.url, key)
+    stack.push_async_callback(hints.close)
+    await hints.start()
+    return hints
 
 
 def check_alike(first: Engine, others: Iterable[Engine]) -> None:
@@ -163,10 +188,13 @@ def make_engines(settings: Settings, progress: Callable[[str], None], tier: Lmca
     embedded = EmbeddedEngine(
         EmbeddedOptions(
             cache_folder=settings.cache_folder,
+            model=settings.embedded_model,
+            index_topk_freq=settings.embedded_index_topk_freq,
             kv_tokens=options.kv_tokens,
             block_size=options.block_size,
             max_model_len=options.max_model_len,
             tensor_parallel=options.tensor_parallel,
+            plugin=plugin_options(options.plugin),
             start_timeout_seconds=options.start_seconds,
             extra_args=tier.engine_args if tier is not None else (),
         ),
@@ -203,6 +231,9 @@ def load_model_files(options: EngineSettings, folder: Path) -> tuple[Tokenizer, 
         tokenizer = Tokenizer.load(folder)
         verify(tokenizer, folder)
         return tokenizer, chat_format(options.chat_format, tokenizer, folder)
+    except (UnstableTemplate, TemplateRefused) as error:
+        cure = "--engine-chat-format passthrough lets the engine render, without exact sessions"
+        raise SetupError(f"the chat template in {str(folder)!r} cannot be used: {error}; {cure}") from error
     except (OSError, ValueError) as error:
         raise SetupError(f"the model folder {str(folder)!r} cannot be used: {error}") from error
 
@@ -215,8 +246,9 @@ def build(
     mirror: Mirror | None,
     offload: Offload | None = None,
     others: Sequence[Followed] = (),
+    hints: EngineHints | None = None,
 ) -> Server:
-    """A server over parts that are ready; `others` are more engines of the same model."""
+    """A server over parts that are ready; `others` are more engines of the same model, `hints` the way to its engine's plugin."""
     clock = time.monotonic
     metrics = Metrics()
     namespaces = Namespaces(
@@ -225,11 +257,15 @@ def build(
         idle_seconds=settings.sessions.idle_seconds,
         share=settings.share_prefixes,
     )
-    followed = [Followed(engine, mirror, offload), *others]
-    replicas = Replicas(list(_replicas(settings, followed, metrics, clock)), namespaces.sessions)
+    followed = [Followed(engine, mirror, offload, hints or NoHints()), *others]
+    lifecycle = Lifecycle(ReturnModel(), context_tokens=engine.info.max_model_len)
+    picked = chosen(settings.admission.policy, settings.admission.parameters)
+    replicas = Replicas(list(_replicas(settings, followed, metrics, clock, picked, lifecycle)), namespaces.sessions)
+    retention = Retention(replicas, lifecycle, clock, lambda how: metrics.ended_sessions.labels(how).inc())
     books = replicas.first.books
     turns = Turns(
         replicas=replicas,
+        retention=retention,
         tokenizer=tokenizer,
         chat=chat,
         namespaces=namespaces,
@@ -239,6 +275,7 @@ def build(
         log=TurnLog(settings.sessions.turn_records),
         wall_clock=_wall_clock,
         stored=stored_sessions(settings.state, partial(deployment, engine.info.model, tokenizer, chat), books, metrics, clock),
+        capture=captured_turns(settings, engine, metrics, clock),
     )
     watch(metrics, replicas, namespaces)
     created = int(_wall_clock())
@@ -255,10 +292,17 @@ def build(
     )
     metrics.watch("kept_answer_bytes", "Whole answers that are kept for clients that ask again", lambda: deliveries.num_bytes)
     kept = stored_responses(settings.state, responses, turns.stored, metrics, clock)
-    return Server(settings, turns, namespaces, metrics, responses, deliveries, media, created, kept)
+    return Server(settings, turns, namespaces, metrics, responses, deliveries, media, Policies(replicas, lifecycle, picked), created, kept)
 
 
-def _replicas(settings: Settings, followed: Iterable[Followed], metrics: Metrics, clock: Callable[[], float]) -> Iterator[Replica]:
+def _replicas(
+    settings: Settings,
+    followed: Iterable[Followed],
+    metrics: Metrics,
+    clock: Callable[[], float],
+    picked: Chosen,
+    lifecycle: Lifecycle,
+) -> Iterator[Replica]:
     """What the server keeps for each engine; the ceiling and the sums of hits are kept for all."""
     books: CacheBooks | None = None
     for each in followed:
@@ -267,6 +311,7 @@ def _replicas(settings: Settings, followed: Iterable[Followed], metrics: Metrics
             max_running=settings.limits.running_turns,
             max_waiting=settings.limits.queued_turns,
             capacity_tokens=info.kv_capacity_tokens,
+            tier_tokens=settings.admission.tier_tokens or None,
         )
         books = CacheBooks(
             block_size=info.block_size,
@@ -275,10 +320,11 @@ def _replicas(settings: Settings, followed: Iterable[Followed], metrics: Metrics
             offload=each.offload,
             beside=books,
         )
-        room = WaitingRoom(ADMISSION_POLICIES["fcfs"](TicketBook(), limits), clock, metrics.queue.observe)
+        policy = ADMISSION_POLICIES[picked.policy](TicketBook(), limits, picked.parameters, lifecycle)
+        room = WaitingRoom(policy, limits, clock, metrics.queue.observe)
         gate = TwinGate(settings.alignment.twin_blocks)
         twins = TwinRoom(gate, limit_seconds=settings.alignment.twin_seconds, clock=clock, held=metrics.held)
-        yield Replica(each.engine, books, room, twins, clock)
+        yield Replica(each.engine, books, room, twins, clock, each.hints)
 
 
 def watch(metrics: Metrics, replicas: Replicas, namespaces: Namespaces) -> None:
@@ -289,6 +335,15 @@ def watch(metrics: Metrics, replicas: Replicas, namespaces: Namespaces) -> None:
     metrics.count("engine_retries", retries, lambda: sum(replica.engine.num_retries for replica in replicas))
     metrics.count("moved_turns", "Turns that another engine took, as theirs gave nothing", lambda: replicas.num_moved_turns)
     metrics.watch("closed_engines", "Engines to which no turn goes, as they failed", lambda: sum(not each.is_open for each in replicas))
+    rooms = [replica.room for replica in replicas]
+    in_use = "What counts against the admission policy's budget"
+    metrics.watch("admission_in_use_tokens", in_use, lambda: sum(room.state().in_use_tokens for room in rooms))
+    metrics.watch(
+        "admission_budget_tokens", "The budget; +Inf without one", lambda: sum(room.state().budget_tokens or math.inf for room in rooms)
+    )
+    members = "Sessions that have a place, running or idle"
+    metrics.watch("admission_members", members, lambda: sum(room.state().num_members for room in rooms))
+    metrics.watch("lost_hints", "Hints that the engine's plugin did not get", lambda: sum(replica.hints.num_lost for replica in replicas))
     metrics.watch("waiting_turns", "Turns that wait for a ticket", lambda: replicas.num_waiting)
     metrics.watch("held_turns", "Turns that wait for a twin", lambda: sum(replica.twins.num_held for replica in replicas))
     metrics.watch("sessions", "Sessions that are known", lambda: namespaces.num_sessions)
@@ -302,6 +357,18 @@ def watch(metrics: Metrics, replicas: Replicas, namespaces: Namespaces) -> None:
         resident = "Tokens whole in the offload tier's memory, by its events"
         metrics.watch("offload_resident_tokens", resident, lambda: sum(offload.num_resident_tokens for offload in offloads))
         metrics.watch("offload_up", "0 while the offload tier's server is known not to run", lambda: all(o.is_up for o in offloads))
+
+
+def captured_turns(settings: Settings, engine: Engine, metrics: Metrics, clock: Callable[[], float]) -> Capture | None:
+    """The capture, if the settings name a folder for one."""
+    if settings.capture is None:
+        return None
+    options = CaptureOptions(settings.capture, settings.capture_file_bytes, settings.capture_total_bytes)
+    capture = Capture(options, engine.info.block_size or DEFAULT_BLOCK_SIZE, engine.info.model, clock, _wall_clock)
+    metrics.count("captured_lines", "Turns and ends that the capture has written", lambda: capture.counts.written)
+    metrics.count("capture_dropped_lines", "Turns and ends that could not be written", lambda: capture.counts.dropped)
+    metrics.watch("capture_writing", "1 while the capture's disk takes what it is given", lambda: capture.is_writing)
+    return capture
 
 
 def _wall_clock() -> float:

@@ -76,6 +76,10 @@ class _Overtaken:
 _MAX_OVERTAKEN = 64
 _NUM_LATE_BATCHES = 16
 """After so many more, a miss that none of them explains counts against the mirror. On a busy host answers are up to a second ahead."""
+_MAX_LATE_ANSWERS = 8
+"""So many answers that no event has explained yet are no coincidence: the engine's cache is not what its events said."""
+_FULL_SHARE = 0.9
+"""Of the engine's capacity: below it nothing is evicted."""
 _MAX_LOOKS = 16
 """Steps of a generation in which the mirror is asked whether it has seen the prompt's blocks; its events come as fast as the steps."""
 
@@ -103,6 +107,8 @@ class CacheBooks:
         self.totals: HitTotals = HitTotals() if beside is None else beside.totals
         self.in_flight = InFlight()
         self._overtaken: deque[_Overtaken] = deque(maxlen=_MAX_OVERTAKEN)
+        self._unannounced: deque[tuple[BlockHash, int]] = deque(maxlen=_MAX_OVERTAKEN)
+        """Last blocks of answers whose events are on their way, with the mirror's number of batches when the answer came."""
 
     def estimate(self, prompt: FlatPrompt, twin_end: int = 0, offload: int = 0, other_replica: int = 0) -> Estimate:
         """Ceiling and prediction of the prompt as it stands. Costs what is new since the prompt was last looked at.
@@ -223,6 +229,8 @@ class CacheBooks:
             self._overtaken.append(late)
         else:  # also while suspect: a run of right guesses is what ends the suspicion
             mirror.learn(hashes, num_hit_tokens, guess, num_blocks=num_blocks)
+        if num_blocks and mirror.is_only_learned(hashes[num_blocks - 1]):
+            self._unannounced.append((hashes[num_blocks - 1], mirror.num_applied_batches))
         if self.offload is not None and estimate.external is not None:
             self.offload.learn(estimate.hashes, estimate.num_prompt_tokens, num_cached_tokens, estimate.external)
             self.offload.computed(hashes, num_computed, salted=bool(computed.salt))
@@ -232,11 +240,24 @@ class CacheBooks:
         """Whether the first block that was missed is known to have left since it was promised."""
         return mirror.removed_since(estimate.hashes[num_hit_tokens // mirror.block_size], estimate.departures)
 
+    def is_behind(self, capacity_tokens: int) -> bool:
+        """Whether events are missing of answers that are complete, while the engine is so full that they may tell of evictions."""
+        mirror = self.mirror
+        if mirror is None or mirror.num_resident_tokens < _FULL_SHARE * capacity_tokens:
+            return False
+        self._learn_overtaken(mirror)
+        while self._unannounced:
+            block_hash, num_batches = self._unannounced[0]
+            if mirror.is_only_learned(block_hash) and mirror.num_applied_batches - num_batches < _NUM_LATE_BATCHES:
+                return True
+            self._unannounced.popleft()
+        return bool(self._overtaken)
+
     def _learn_overtaken(self, mirror: Mirror) -> None:
         """From answers that were ahead of the events, once those are there or must have been."""
         while self._overtaken:
             late = self._overtaken[0]
-            is_due = mirror.num_applied_batches - late.num_batches >= _NUM_LATE_BATCHES
+            is_due = mirror.num_applied_batches - late.num_batches >= _NUM_LATE_BATCHES or len(self._overtaken) > _MAX_LATE_ANSWERS
             if not is_due and not mirror.removed_since(late.missed, late.departures):
                 return
             self._overtaken.popleft()

@@ -11,7 +11,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +21,11 @@ import structlog
 import uvloop
 from cyclopts import App, Parameter, validators
 from rich.console import Console
+from rich.table import Table
 
+from admission.choice import Choice
+from admission.eviction import EVICTION_POLICIES
+from admission.policies import ADMISSION_POLICIES
 from agentserve import explain
 from agentserve.boot import running_server
 from agentserve.doctor.read import Where, read
@@ -31,6 +35,7 @@ from agentserve.engines.embedded import WHAT_IS_REAL, EmbeddedEngine
 from agentserve.errors import AgentserveError, SetupError
 from agentserve.log import configure_log
 from agentserve.model_commands import app as model_commands
+from agentserve.policies import chosen, describe_choices, parameters_of
 from agentserve.server import Server
 from agentserve.settings import Settings, environment_name, flag, leaves, load
 from agentserve.web import most_connections, web_server
@@ -44,20 +49,21 @@ MANY_CONNECTIONS = 10_000
 
 _log = structlog.get_logger(__name__)
 _console = Console(stderr=True, highlight=False)
+_log = structlog.get_logger(__name__)
 
 
-def serve(settings: Settings) -> None:
-    """Serve until stopped. Raises SetupError."""
+def serve(settings: Settings, reload: Callable[[], Settings] | None = None) -> None:
+    """Serve until stopped. `reload` reads the settings again, on SIGHUP. Raises SetupError."""
     configure_log(settings.log_level)
     _raise_open_files()
     with asyncio.Runner(loop_factory=_event_loop) as runner:
         try:
-            runner.run(_serve(settings))
+            runner.run(_serve(settings, reload or (lambda: settings)))
         except asyncio.CancelledError:
             sys.exit(128 + signal.SIGTERM)
 
 
-async def _serve(settings: Settings) -> None:
+async def _serve(settings: Settings, reload: Callable[[], Settings]) -> None:
     listener = _listen(settings.host, settings.port)
     task = asyncio.current_task()
     assert task is not None
@@ -65,9 +71,21 @@ async def _serve(settings: Settings) -> None:
     signal.signal(signal.SIGTERM, lambda *_: task.cancel())
     with listener:
         async with running_server(settings, _progress) as server:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, follow, server, reload)
             host, port = listener.getsockname()[:2]
             _announce(server, f"http://{host}:{port}")
             await web_server(server).serve(sockets=[listener])
+
+
+def follow(server: Server, reload: Callable[[], Settings]) -> None:
+    """Take over what may change while turns run and wait: the admission policy. Settings that cannot be read leave everything as it is."""
+    try:
+        picked = reload().admission
+        server.policies.change_admission(chosen(picked.policy, picked.parameters))
+    except AgentserveError as error:
+        _log.error("the settings were not taken over", reason=error.message)
+    else:
+        _log.info("the admission policy follows the settings", policy=picked.policy, parameters=picked.parameters)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -161,7 +179,8 @@ def _serve_command() -> Callable[..., None]:
 
     def command(*, config: Path | None = None, **flags: Any) -> None:
         """Serve agent sessions over HTTP: in front of --engine-url, or of the embedded CPU engine."""
-        serve(load({paths[name]: value for name, value in flags.items() if value is not None}, config))
+        given = {paths[name]: value for name, value in flags.items() if value is not None}
+        serve(load(given, config), lambda: load(given, config))
 
     parameters = [
         inspect.Parameter(
@@ -189,6 +208,30 @@ def _serve_command() -> Callable[..., None]:
 def _print_settings() -> None:
     """Print every setting as a Markdown table: flag, environment name, default, meaning."""
     sys.stdout.write(settings_page())
+
+
+def _policies(*, json: bool = False) -> None:
+    """List the admission and eviction policies with what they do and their parameters.
+
+    Parameters
+    ----------
+    json
+        Print JSON.
+    """
+    tables: dict[str, Mapping[str, Choice]] = {"admission": ADMISSION_POLICIES, "eviction": EVICTION_POLICIES}
+    if json:
+        sys.stdout.write(msgspec.json.encode({kind: describe_choices(table) for kind, table in tables.items()}).decode() + "\n")
+        return
+    console = wide_console()
+    for kind, table in tables.items():
+        shown = Table("policy", "what it does", "parameter", "default", "range", "meaning", title=f"{kind} policies", title_justify="left")
+        for name, choice in table.items():
+            rows = [(knob, f"{row.low:g} to {row.high:g}", row.about) for knob, row in choice.knobs().items()] or [("", "", "")]
+            defaults = parameters_of(choice, {})
+            for position, (knob, bounds, about) in enumerate(rows):
+                first = (name, choice.about) if position == 0 else ("", "")
+                shown.add_row(*first, knob, f"{defaults[knob]:g}" if knob else "", bounds, about, end_section=position == len(rows) - 1)
+        console.print(shown)
 
 
 def wide_console() -> Console:
@@ -276,6 +319,7 @@ def build_cli() -> App:
     app.command(model_commands)
     app.command(_explain, name="explain")
     app.command(_doctor, name="doctor")
+    app.command(_policies, name="policies")
     if importlib.util.find_spec("replays") is not None:
         app.update(importlib.import_module("replays.cli").app)
     return app

@@ -9,8 +9,8 @@ import msgspec
 from starlette.responses import Response
 
 from agentserve.exchange import Sink
+from agentserve.plans import Plan
 from agentserve.sessions import TurnKind
-from agentserve.turns import Plan
 from prefix_cache.hits import TurnHits
 
 JSON: Mapping[str, str] = {"content-type": "application/json"}

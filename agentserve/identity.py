@@ -8,7 +8,7 @@ session by what it contains.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MAX_ID_LENGTH = 255
 
@@ -19,6 +19,8 @@ class Identity:
 
     session: str | None = None
     parent: str | None = None
+    is_last: bool = False
+    """The client says that no turn of the session follows this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +76,18 @@ BODY_FIELDS: tuple[BodyField, ...] = (
 )
 
 
+FINAL_HEADERS = ("x-agentserve-final", "x-dynamo-session-final")
+"""With "true" or "1": the session's last turn. Dynamo-ready harnesses send theirs."""
+
+
 def identify(headers: Mapping[str, str], body_session: str | None = None) -> Identity:
     """The identity in `headers` (lower-case names), else the body's session id. Ids that are not printable or too long do not count."""
+    found = _identify(headers, body_session)
+    is_last = any(headers.get(name, "").strip().lower() in ("true", "1") for name in FINAL_HEADERS)
+    return replace(found, is_last=True) if is_last else found
+
+
+def _identify(headers: Mapping[str, str], body_session: str | None) -> Identity:
     for row in IDENTITY_HEADERS:
         session = _usable(headers.get(row.session))
         if session is None or not _speaks(row, headers):
@@ -93,7 +105,7 @@ def grouped(identity: Identity, group: str | None) -> Identity:
 
     For ids that clients send for an agent and all of its sub-agents alike, or for many sessions: they name no session by themselves.
     """
-    return identity if identity.session is not None else Identity(None, _usable(group))
+    return identity if identity.session is not None else replace(identity, parent=_usable(group))
 
 
 def _speaks(row: HeaderRow, headers: Mapping[str, str]) -> bool:

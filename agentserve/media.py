@@ -1,4 +1,5 @@
-"""Turns that hold images or other media: the engine's own chat route renders them, as this server knows text only.
+"""Turns that the engine's own chat route renders: those with images or other media, as this server knows text only, or with the chat format
+`passthrough` all of them.
 
 Nothing of such a turn is in the ledger, so it is not exact, has no ceiling and no prediction, and counts in no hit rate. It takes a ticket,
 goes out under its session's name and is aborted when its client leaves, as any other.
@@ -19,9 +20,9 @@ from agentserve.dialects.openai_chat import parse_arguments
 from agentserve.engines import ChatCallPart, ChatChunk, ChatEngine, ChatRequest, Usage
 from agentserve.errors import EngineError, InvalidRequest, Unsupported
 from agentserve.identity import Identity
+from agentserve.plans import Outcome, Plan
 from agentserve.replicas import Replicas
 from agentserve.sessions import Namespace, Namespaces, Session, TurnKind
-from agentserve.turns import Outcome, Plan
 from model.chat import CallArguments, CallStart, Delta, ReasoningDelta, TextDelta
 from model.conversation import AssistantItem, Json, Tool, ToolCall
 from prefix_cache.hits import TurnHits
@@ -40,7 +41,7 @@ class MediaChat:
     def body(self, options: TurnOptions, model: str, salt: str | None) -> bytes:
         """The request's JSON. Raises InvalidRequest and Unsupported."""
         if options.num_choices > 1 or options.logprobs is not None:
-            raise Unsupported("neither n > 1 nor logprobs are supported for messages with media", param="messages")
+            raise Unsupported("neither n > 1 nor logprobs are supported where the engine renders the conversation", param="messages")
         fields: dict[str, Json] = {**options.sampling, "model": model, "messages": self.messages, "stream": True}
         fields["stream_options"] = {"include_usage": True}
         known: dict[str, Json] = {

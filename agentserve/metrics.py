@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from agentserve.plans import Outcome, Plan
 from agentserve.sessions import TurnKind
-from agentserve.turns import Outcome, Plan
 from prefix_cache.hits import Cause
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -65,6 +65,9 @@ class Metrics:
         )
         self.state_response_saves = self._counter("state_response_saves", "Responses written to Redis")
         self.state_failures = self._counter("state_failures", "Calls to Redis that gave nothing, by reason", "reason")
+        self.ended_sessions = self._counter(
+            "ended_sessions", "Sessions that have ended, by how it is known: said, joined to their parent, or inferred from silence", "how"
+        )
         self.first_token = Histogram(
             "agentserve_time_to_first_token_seconds", "From request to first generated token", registry=self.registry, buckets=SECONDS
         )

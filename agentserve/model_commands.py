@@ -21,6 +21,7 @@ from model.m3.dtypes import Dtype
 from model.m3.exchange import collectives
 from model.m3.fast_paths import EngineFacts
 from model.m3.fast_paths import audit as look_at
+from model.m3.index_reuse import measured_plan
 from model.m3.kv import CacheGeometry
 from model.m3.launch import LAUNCH_PROFILES, arguments, check_launch, engine_flags, environment, offload_flags
 from model.m3.memory import GIB, WeightFormat, implied_other_bytes, plan_memory
@@ -221,6 +222,43 @@ def audit(
         rows.append({"fast path": each.name, **{name: _SHOWN[word.holds] for name, word in words.items()}})
         evidence += [{"fast path": each.name, "word": name, "evidence": word.why} for name, word in words.items() if word.why]
     _print({"fast paths": rows, "evidence": evidence}, json)
+
+
+@app.command
+def reuse(
+    overlap: Path,
+    *,
+    least_overlap: Annotated[float, Parameter(help="A layer reads its leader while the two choose this share of the same blocks.")] = 0.9,
+    longest: Annotated[int, Parameter(help="Layers that follow one leader, at most.")] = 3,
+    json: _Json = False,
+) -> None:
+    """Leaders of index reuse by measured overlap, and the engine's option for them.
+
+    OVERLAP is the file that an engine wrote whose configuration named it as index_overlap_file.
+    """
+    try:
+        measured = msgspec.json.decode(overlap.read_bytes(), type=_Overlap)
+        plan = measured_plan(measured.overlap, least_overlap, longest)
+    except (OSError, msgspec.DecodeError, ValueError) as error:
+        raise SetupError(f"cannot use {overlap}: {error}") from error
+    leaders = [
+        {"sparse layer": n, "reads": leader, "overlap": round(measured.overlap[n][leader], 3)} for n, leader in enumerate(plan.leaders)
+    ]
+    switch = msgspec.json.encode({"text_config": {"use_index_cache": True, "index_topk_leaders": plan.leaders}}).decode()
+    option = f"--hf-overrides {shlex.quote(switch)}"
+    _print(
+        {"leaders": leaders, "result": [{"choose": plan.num_leaders, "of": len(plan.leaders), "measured passes": measured.num_passes}]},
+        json,
+    )
+    if not json:
+        _OUTPUT.print("no reuse: no two layers agree so far" if plan.is_off else option, soft_wrap=True, markup=False)
+
+
+class _Overlap(msgspec.Struct):
+    """What the plugin's meter writes."""
+
+    overlap: list[list[float]]
+    num_passes: int
 
 
 _PROSE = ("evidence", "for")

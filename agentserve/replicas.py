@@ -10,12 +10,14 @@ health route is not asked, as it is slow exactly when the engine is busy.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from agentserve.cache import CacheBooks
 from agentserve.engines import Engine
+from agentserve.engines.hints import EngineHints, NoHints
 from agentserve.prompt import FlatPrompt
 from agentserve.sessions import Session
 from agentserve.twins import TwinRoom
@@ -25,6 +27,9 @@ RUNNING_TURN_TOKENS = 256
 """What a running turn costs the others on its engine, in tokens of prefill: its decoding steps take a share of each batch."""
 FIRST_PAUSE_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 8.0
+_LAG_SECONDS = 0.1
+"""So long a turn waits at most for the events of answers before it: without them its prediction would miss what those have evicted."""
+_LAG_POLL_SECONDS = 0.002
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +41,8 @@ class Replica:
     room: WaitingRoom
     twins: TwinRoom
     clock: Callable[[], float]
+    hints: EngineHints = field(default_factory=NoHints)
+    """Its plugin, where it has one."""
     num_running: int = 0
     uncached_tokens: int = 0
     """Of the prompts of these, as predicted."""
@@ -62,6 +69,12 @@ class Replica:
     def worked(self) -> None:
         """It has answered."""
         self.num_failures = 0
+
+    async def caught_up(self) -> None:
+        """Return when the mirror has heard of all that complete answers did, or soon after."""
+        capacity, deadline = self.engine.info.kv_capacity_tokens, self.clock() + _LAG_SECONDS
+        while capacity is not None and self.books.is_behind(capacity) and self.clock() < deadline:  # noqa: ASYNC110 - the mirror tells nobody
+            await asyncio.sleep(_LAG_POLL_SECONDS)
 
     @contextmanager
     def running(self, num_uncached_tokens: int) -> Iterator[None]:

@@ -13,11 +13,13 @@ from agentserve.engines import Engine
 from agentserve.errors import NotFound, Unauthorized
 from agentserve.media import MediaTurns
 from agentserve.metrics import Metrics
+from agentserve.policies import Policies
 from agentserve.replicas import Replicas
 from agentserve.sessions import Namespace, Namespaces
 from agentserve.settings import Settings
 from agentserve.state.responses import StoredResponses
 from agentserve.turns import Turns
+from model.chat.passthrough import PassThrough
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,7 @@ class Server:
     responses: ResponseStore
     deliveries: Deliveries
     media: MediaTurns
+    policies: Policies
     created: int
     stored_responses: StoredResponses | None = None
 
@@ -50,6 +53,11 @@ class Server:
         return self.replicas.first.books
 
     @property
+    def passes_through(self) -> bool:
+        """Whether the engine renders every conversation: then nothing is exact here."""
+        return self.turns.chat.name == PassThrough.name
+
+    @property
     def model_name(self) -> str:
         """The model's name towards clients."""
         return self.settings.model_name or self.engine.info.model
@@ -59,11 +67,19 @@ class Server:
         keys = self.settings.api_keys
         if not keys:
             return self.namespaces.of(None)
-        sent = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
+        sent = _sent_key(headers)
         for key in keys:
             if hmac.compare_digest(sent.encode(), key.get_secret_value().encode()):
                 return self.namespaces.of(key.get_secret_value())
         raise Unauthorized("send one of the configured API keys as 'Authorization: Bearer KEY' or 'x-api-key: KEY'")
+
+    def check_admin(self, headers: Mapping[str, str]) -> None:
+        """Raise Unauthorized unless the operator's key was sent; without one in the settings nobody is the operator."""
+        key = self.settings.admin_key
+        if key is None:
+            raise Unauthorized("the operator's routes are closed; start the server with --admin-key to open them")
+        if not hmac.compare_digest(_sent_key(headers).encode(), key.get_secret_value().encode()):
+            raise Unauthorized("send the operator's key as 'Authorization: Bearer KEY' or 'x-api-key: KEY'")
 
     def check_model(self, name: str | None) -> None:
         """Raise NotFound for a model that is not served; no name is fine."""
@@ -71,3 +87,7 @@ class Server:
             raise NotFound(
                 f"The model {name!r} does not exist; this server serves {self.model_name!r}.", param="model", code="model_not_found"
             )
+
+
+def _sent_key(headers: Mapping[str, str]) -> str:
+    return headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")

@@ -28,6 +28,20 @@ class Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+def _split(value: Any) -> Any:
+    """ "a,b" and ["a,b", "c"] as lists of names; anything else is left to the type's own check."""
+    if isinstance(value, str):
+        value = [value]
+    if isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
+        return tuple(name for part in value for name in part.replace(",", " ").split())
+    return value
+
+
+Names: TypeAlias = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+Keys: TypeAlias = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split)]
+"""Lists: a flag given several times, or names with commas between, in flags and in the environment alike."""
+
+
 class EngineSettings(Part):
     url: str | None = Field(
         None,
@@ -37,7 +51,10 @@ class EngineSettings(Part):
     model_folder: Path | None = Field(
         None, description="Folder with the served model's tokenizer; default: the folder that the engine names, if it is on this machine."
     )
-    chat_format: str = Field("auto", description="Chat format by name; auto: by the control tokens, else the model's own template.")
+    chat_format: str = Field(
+        "auto",
+        description="Chat format by name; auto: by the control tokens, else the model's template; passthrough: the engine renders.",
+    )
     events: str | None = Field(
         None,
         description="ZMQ endpoint of the engine's KV events, of several engines one each; the embedded engine sets its own.",
@@ -47,6 +64,11 @@ class EngineSettings(Part):
     start_seconds: float = Field(300.0, gt=0, description="How long to wait for the engine to answer at start, seconds.")
     kv_tokens: int = Field(262_144, ge=256, description="KV capacity of the embedded engine, tokens; small values make evictions happen.")
     block_size: int = Field(128, ge=32, multiple_of=32, description="KV block size of the embedded engine, tokens.")
+    plugin: str = Field(
+        "off",
+        description="Eviction policy of the plugin in the engine, by name; off: plain vLLM. The embedded engine is started with it; "
+        "a running one needs the plugin of its own start, and is sent hints unless this is off.",
+    )
     max_model_len: int = Field(131_072, ge=256, description="Context length of the embedded engine, tokens (cut to its KV capacity).")
     tensor_parallel: int = Field(
         1, ge=1, description="Tensor-parallel ranks of the embedded engine; two are real shards, and slower on a CPU."
@@ -84,6 +106,12 @@ class SessionSettings(Part):
     ceiling_tokens: int = Field(512_000_000, ge=1, description="Tokens that the ceiling index remembers (about 5 bytes each).")
 
 
+class AdmissionSettings(Part):
+    policy: str = Field("fcfs", description="Admission policy by name; `agentserve policies` lists them.")
+    parameters: Names = Field((), description="Its parameters as NAME=VALUE, with commas between.")
+    tier_tokens: int = Field(0, ge=0, description="Tokens of an exclusive offload tier behind the KV cache, which counts as room.")
+
+
 class StateSettings(Part):
     url: SecretStr | None = Field(
         None, description="URL of the Redis or Valkey that holds sessions, so that any server can take the next turn; default: memory only."
@@ -109,20 +137,6 @@ class OffloadSettings(Part):
     )
 
 
-def _split(value: Any) -> Any:
-    """ "a,b" and ["a,b", "c"] as lists of names; anything else is left to the type's own check."""
-    if isinstance(value, str):
-        value = [value]
-    if isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
-        return tuple(name for part in value for name in part.replace(",", " ").split())
-    return value
-
-
-Names: TypeAlias = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
-Keys: TypeAlias = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split)]
-"""Lists: a flag given several times, or names with commas between, in flags and in the environment alike."""
-
-
 class CanonicaliseSettings(Part):
     mode: Literal["on", "off"] = Field("on", description="off: heads pass exactly as clients send them.")
     off: Names = Field((), description="Rules of the canonicaliser that are off, by name, with commas between.")
@@ -139,13 +153,25 @@ class Settings(BaseSettings):
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     api_keys: Keys = Field((), description="Keys that clients may use, with commas between; none: open. Sessions never cross keys.")
+    admin_key: SecretStr | None = Field(None, description="Key of the operator's routes under /v1/admin; without one they are closed.")
     share_prefixes: bool = Field(False, description="Let different API keys share cached prefixes (no cache salt).")
     model_name: str | None = Field(None, description="Model name shown to clients; default: the engine's.")
     cache_folder: Path = Field(Path.home() / ".cache" / "agentserve", description="Where the generated nano model is kept.")
+    embedded_model: str = Field(
+        "nano",
+        description="Model of the embedded engine: nano, a small Llama, or nano-m3, MiniMax-M3's own architecture (slower).",
+    )
+    embedded_index_topk_freq: int = Field(
+        1, ge=1, description="With nano-m3, one of so many sparse layers chooses blocks and the others reuse its choice; 1: each chooses."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged (JSON on stderr).")
+    capture: Path | None = Field(None, description="Folder in which every turn is recorded without its text, for `agentserve simulate`.")
+    capture_file_bytes: int = Field(64 << 20, ge=4096, description="Size from which a file of the capture is followed by another, bytes.")
+    capture_total_bytes: int = Field(4 << 30, ge=8192, description="All files of the capture together, bytes; the oldest are removed.")
     engine: EngineSettings = EngineSettings()
     offload: OffloadSettings = OffloadSettings()
     limits: LimitSettings = LimitSettings()
+    admission: AdmissionSettings = AdmissionSettings()
     alignment: AlignmentSettings = AlignmentSettings()
     sessions: SessionSettings = SessionSettings()
     state: StateSettings = StateSettings()

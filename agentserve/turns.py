@@ -14,26 +14,26 @@ Whatever ends a turn — the answer, an error, a client that left — runs step 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from admission.requests import AdmissionRequest
 from agentserve.answers import kept_of
 from agentserve.cache import Estimate, Sent
-from agentserve.canonical.canonicaliser import Canonicaliser, Effect
+from agentserve.canonical.canonicaliser import Canonicaliser
+from agentserve.capture import MAX_TOOL_NAME, Capture, TurnFacts, namespaced, stop_of
 from agentserve.conversation import Conversation, TurnOptions
-from agentserve.divergence import Divergence, divergence, volatile
-from agentserve.engines import Chunk, GenerateRequest, Usage
+from agentserve.engines import Chunk, GenerateRequest
 from agentserve.errors import ContextTooLong, EngineError
-from agentserve.heads import HeadBreak
 from agentserve.identity import Identity
 from agentserve.ledger import Node
 from agentserve.logprobs import LogprobTrail
 from agentserve.places import Place, Places
+from agentserve.plans import Outcome, Times, plan_of
 from agentserve.prompt import FlatPrompt
 from agentserve.records import TurnLog, TurnRecord
 from agentserve.replicas import Replica, Replicas
+from agentserve.retention import Ask, Life, Retention
 from agentserve.sessions import Namespace, Namespaces, Relation, Session, TurnKind
 from agentserve.state.recall import Recall
 from agentserve.state.stored import StoredSessions
@@ -42,92 +42,21 @@ from agentserve.tool_rules import sampling_of
 from model.chat import ChatFormat, Delta, OutputParser, ReasoningDelta
 from model.conversation import AssistantItem
 from model.tokenizer import Tokenizer
+from prefix_cache.captured import CapturedTurn
 from prefix_cache.hits import TurnHits
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What is known of a turn before the engine answers. `hits.actual` is unknown yet."""
-
-    session_id: str
-    kind: TurnKind
-    num_prompt_tokens: int
-    num_encoded_tokens: int
-    """Tokens that had to be tokenised for this turn."""
-    hits: TurnHits
-    canonicalised: Mapping[str, Effect] = field(default_factory=dict)
-    """What each canonicaliser rule that fired did to the head."""
-    edited_message: int | None = None
-    """Where the client changed its history: messages behind the head that are as they were before."""
-    divergence: Divergence | None = None
-    """Where the prompt leaves the session's history."""
-    head_break: HeadBreak | None = None
-    """Where a head that is new leaves the known one that is most like it."""
-    since: PromptChange | None = None
-    """What has changed since the answer that the client names; None if it names none."""
-
-
-@dataclass(frozen=True, slots=True)
-class PromptChange:
-    """How a prompt differs from that of an earlier answer. `divergence` None: it goes on from it; not `found`: that answer is not known."""
-
-    found: bool
-    divergence: Divergence | None = None
-
 
 _STALE_SECONDS = 0.001
 """A turn that has queued for longer is estimated again: others have filled the cache and emptied it meanwhile."""
 
 
-@dataclass(slots=True)
-class Times:
-    """Of one turn, seconds of the server's clock."""
-
-    asked: float
-    granted: float = 0.0
-    first_token: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a turn ended. `usage` None: the engine did not say, as when the client left."""
-
-    item: AssistantItem
-    finish_reason: str
-    stop_reason: str | int | None
-    num_generated_tokens: int
-    usage: Usage | None
-    hits: TurnHits
-    num_reasoning_tokens: int = 0
-    """Tokens of the engine's steps that began with reasoning."""
-
-
 class Turn:
     """A turn that holds its ticket. Iterate `deltas` once; then `outcome` is set."""
 
-    def __init__(
-        self,
-        turns: Turns,
-        replica: Replica,
-        session: Session,
-        namespace: Namespace,
-        place: Place,
-        relation: Relation,
-        estimate: Estimate,
-        request: GenerateRequest,
-        options: TurnOptions,
-        times: Times,
-    ) -> None:
+    def __init__(self, turns: Turns, ask: Ask, times: Times, life: Life) -> None:
         self._turns = turns
-        self._replica = replica
-        self._session = session
-        self._namespace = namespace
-        self._place = place
-        self._relation = relation
-        self._estimate = estimate
-        self._request = request
-        self._options = options
+        self._ask = ask
         self._times = times
+        self._life = life
         self._generated: list[int] = []
         self._kept: asyncio.Future[bool] | None = None
         self._num_reasoning_tokens = 0
@@ -135,25 +64,14 @@ class Turn:
         self._prefilled = False
         self._others: list[Turn] = []
         self.outcome: Outcome | None = None
-        self.parser: OutputParser = turns.chat.parser(place.node.head.tools)
-        self.plan = Plan(
-            session.id,
-            relation.kind,
-            estimate.num_prompt_tokens,
-            place.num_encoded_tokens,
-            replica.books.preview(estimate, relation),
-            place.form.effects,
-            place.num_known if relation.kind is TurnKind.EDITED else None,
-            _divergence(session, place, relation, estimate),
-            place.head_break,
-            _since(namespace, session, place, options.since),
-        )
-        self._sent: Sent = replica.books.send(estimate)  # last: from here on there is something to give back
+        self.parser: OutputParser = turns.chat.parser(ask.place.node.head.tools)
+        self.plan = plan_of(ask)
+        self._sent: Sent = ask.replica.books.send(ask.estimate)  # last: from here on there is something to give back
 
     async def deltas(self, stop: tuple[str, ...] = ()) -> AsyncGenerator[list[Delta], None]:
         """What the model says, as it says it; the engine's request is aborted if the iteration is closed early."""
         cutter = StopCutter(stop)
-        num_top = self._request.logprobs
+        num_top = self._ask.request.logprobs
         trail = None if num_top is None else LogprobTrail(self._turns.tokenizer, num_top, cut=bool(stop))
         async with aclosing(self._chunks()) as chunks:
             async for chunk in chunks:
@@ -180,45 +98,45 @@ class Turn:
         while True:
             started = False
             try:
-                async with aclosing(self._replica.engine.generate(self._request)) as chunks:
+                async with aclosing(self._ask.replica.engine.generate(self._ask.request)) as chunks:
                     async for chunk in chunks:
                         if not started:
                             started = True
-                            self._replica.worked()
+                            self._ask.replica.worked()
                         yield chunk
                 return
             except EngineError as error:
-                tried.append(self._replica)
+                tried.append(self._ask.replica)
                 if started or error.status < 500:
                     raise
-                self._replica.failed()
-                other = self._turns.replicas.instead(self._session, self._place_prompt(), tried)
+                self._ask.replica.failed()
+                other = self._turns.replicas.instead(self._ask.session, self._place_prompt(), tried)
                 if other is None:
                     raise
                 self._move_to(other)
 
     def _move_to(self, replica: Replica) -> None:
         """Let another engine compute the prompt."""
-        self._replica.books.prefilled(self._sent)
-        self._replica.twins.computed(self._request.request_id)
-        self._replica = replica
-        self._estimate = self._turns.estimate(replica, self._session, self._place)
-        self._sent = replica.books.send(self._estimate)
+        self._ask.replica.books.prefilled(self._sent)
+        self._ask.replica.twins.computed(self._ask.request.request_id)
+        estimate = self._turns.estimate(replica, self._ask.session, self._ask.place)
+        self._ask = replace(self._ask, replica=replica, estimate=estimate)
+        self._sent = replica.books.send(self._ask.estimate)
 
     def another(self, number: int) -> Turn:
         """Another answer to the same prompt, the `number`-th; to be made once the engine has computed that. Ends when this turn does."""
-        request = self._request
+        request = self._ask.request
         sampling = dict(request.sampling)
         if isinstance(seed := sampling.get("seed"), int):
             sampling["seed"] = seed + number  # as vLLM does
         prompt = self._place_prompt()
-        estimate = self._replica.books.estimate(prompt)
+        estimate = self._ask.replica.books.estimate(prompt)
         relation = Relation(TurnKind.RETRY, len(prompt.ids), len(prompt.ids))
         request = replace(request, request_id=self._turns.new_id(), sampling=sampling)
-        options = replace(self._options, answer_id=None, since=None)
+        options = replace(self._ask.options, answer_id=None, since=None)
         now = self._turns.clock()
-        where = (self._turns, self._replica, self._session, self._namespace, self._place)
-        turn = Turn(*where, relation, estimate, request, options, Times(now, now))
+        ask = replace(self._ask, relation=relation, estimate=estimate, request=request, options=options)
+        turn = Turn(self._turns, ask, Times(now, now), self._life)
         self._others.append(turn)
         return turn
 
@@ -226,7 +144,7 @@ class Turn:
         """Commit what was generated before the turn broke off. Does nothing more after a whole turn."""
         for other in self._others:
             other.abandon()
-        self._replica.books.prefilled(self._sent)
+        self._ask.replica.books.prefilled(self._sent)
         if self.outcome is None and self._generated:
             self.parser.finish()
             self._commit(self.parser.item())
@@ -239,25 +157,26 @@ class Turn:
                 stop_reason=chunk.stop_reason if chunk.stop_reason is not None else self._last.stop_reason,
                 usage=chunk.usage or self._last.usage,
             )
-        books = self._replica.books
-        books.look(self._sent, self._estimate)
+        books = self._ask.replica.books
+        books.look(self._sent, self._ask.estimate)
         if not self._prefilled and chunk.ids:
             self._prefilled = True
             self._times.first_token = self._turns.clock()
             books.prefilled(self._sent)
+            self._life.first_token()
             prompt = self._place_prompt()
             books.computed(prompt, len(prompt.ids))
-            self._replica.twins.computed(self._request.request_id)
+            self._ask.replica.twins.computed(self._ask.request.request_id)
 
     def _place_prompt(self) -> FlatPrompt:
         """The session's prompt, brought to where this turn begins."""
-        return self._turns.prompt(self._session, self._place)
+        return self._turns.prompt(self._ask.session, self._ask.place)
 
     def _seen(self, item: AssistantItem) -> tuple[list[int], list[int]]:
         """The generated ids that `item` shows whole, and those of what it shows of the next one."""
         if not item.text.strip() and item.reasoning is None:
             return [], []
-        kept = kept_of(self._generated, item, self._turns.chat.parser(self._place.node.head.tools))
+        kept = kept_of(self._generated, item, self._turns.chat.parser(self._ask.place.node.head.tools))
         if kept is None:
             return self._generated, []
         return self._generated[: kept.num_ids], self._turns.tokenizer.encode(kept.rest)
@@ -272,70 +191,73 @@ class Turn:
     def _commit(self, item: AssistantItem, *, has_hidden: bool = False) -> Outcome:
         """Step 6: the generated ids join the ledger as the engine sent them; those behind a stop string, which nobody saw, do not."""
         usage = self._last.usage
-        prompt, node = self._session.prompt, self._place.node
+        prompt, node = self._ask.session.prompt, self._ask.place.node
         computed, rest = self._seen(item) if has_hidden else (self._generated, [])
         if self._generated:
-            ids = [*self._place.open_ids, *computed, *rest]
-            node = self._namespace.ledger.append(self._place.node, (item,), ids, generated=True)
-            lives_on = self._namespace.advance(self._session, node)
-            if lives_on and self._options.answer_id is not None:
-                self._session.name_answer(self._options.answer_id, node)
+            ids = [*self._ask.place.open_ids, *computed, *rest]
+            node = self._ask.namespace.ledger.append(self._ask.place.node, (item,), ids, generated=True)
+            lives_on = self._ask.namespace.advance(self._ask.session, node)
+            if lives_on and self._ask.options.answer_id is not None:
+                self._ask.session.name_answer(self._ask.options.answer_id, node)
             if lives_on and self._turns.stored is not None:
-                self._kept = self._turns.stored.keep(self._namespace, self._session)
-        prompt.move_to(node if not rest else self._place.node)
+                self._kept = self._turns.stored.keep(self._ask.namespace, self._ask.session)
+        prompt.move_to(node if not rest else self._ask.place.node)
         if rest:
-            prompt.extend([*self._place.open_ids, *computed])
+            prompt.extend([*self._ask.place.open_ids, *computed])
         if self._generated:
-            self._replica.books.computed(prompt, len(prompt.ids) - 1)  # the last sampled token has no KV
+            self._ask.replica.books.computed(prompt, len(prompt.ids) - 1)  # the last sampled token has no KV
         num_cached_tokens = usage.num_cached_tokens if usage else None
-        hits = self._replica.books.book(self._session, self._relation, self._estimate, self._sent, num_cached_tokens, prompt)
-        self._namespace.totals.add(hits)
-        self._session.count_turn(self._relation.kind)
+        hits = self._ask.replica.books.book(
+            self._ask.session, self._ask.relation, self._ask.estimate, self._sent, num_cached_tokens, prompt
+        )
+        self._ask.namespace.totals.add(hits)
+        self._ask.session.count_turn(self._ask.relation.kind)
         reason = self._last.finish_reason or "abort"
         if reason == "stop" and item.calls and not self.parser.open_call:
             reason = "tool_calls"
-        self._turns.log.add(self._session, self._record(reason, hits))
+        self._turns.log.add(self._ask.session, self._record(reason, hits))
+        self._life.committed(item, reason, len(self._generated), hits)
+        if self._turns.capture is not None:
+            self._turns.capture.turn(self._facts(reason, item, num_cached_tokens))
         return Outcome(item, reason, self._last.stop_reason, len(self._generated), usage, hits, self._num_reasoning_tokens)
 
     def _record(self, reason: str, hits: TurnHits) -> TurnRecord:
         times, ended = self._times, self._turns.clock()
         return TurnRecord(
-            self._session.num_turns,
-            self._relation.kind,
+            self._ask.session.num_turns,
+            self._ask.relation.kind,
             self._turns.wall_clock(),
             times.granted - times.asked,
             None if times.first_token is None else times.first_token - times.granted,
             ended - times.asked,
             reason,
-            self._place.num_encoded_tokens,
+            self._ask.place.num_encoded_tokens,
             len(self._generated),
             hits,
             self.plan.divergence,
             self.plan.head_break,
         )
 
-
-def _divergence(session: Session, place: Place, relation: Relation, estimate: Estimate) -> Divergence | None:
-    """Where the prompt leaves what its session had, or what was known under a head that differs in volatile content only."""
-    if estimate.volatile_tokens:
-        return volatile(estimate.ceiling, estimate.volatile_tokens)
-    if relation.kind in (TurnKind.EDITED, TurnKind.RETRY):
-        history = session.nearest_tip(place.matched)[0]
-    elif relation.kind is TurnKind.INEXACT and session.tip is not None and session.tip.head is not place.node.head:
-        history = session.tip  # under a head that was known before, with what was answered under another
-    else:
-        return None
-    return divergence(history, place.node) if history is not None else None
-
-
-def _since(namespace: Namespace, session: Session, place: Place, answer_id: str | None) -> PromptChange | None:
-    """What has changed since the prompt of the answer with this id."""
-    if answer_id is None:
-        return None
-    answer = namespace.answered(answer_id, session)
-    if answer is None or answer.parent is None:
-        return PromptChange(found=False)
-    return PromptChange(True, divergence(answer.parent, place.node))
+    def _facts(self, reason: str, item: AssistantItem, num_cached_tokens: int | None) -> TurnFacts:
+        """What a capture is told: everything but text."""
+        times, session, namespace = self._times, self._ask.session, self._ask.namespace.name
+        seconds = self._turns.clock() - times.asked
+        turn = CapturedTurn(
+            session=namespaced(session.id, namespace),
+            parent=None if session.parent is None else namespaced(session.parent, namespace),
+            t=round(self._turns.wall_clock() - seconds, 3),
+            seconds=round(seconds, 3),
+            wait=round(times.granted - times.asked, 3),
+            ttft=None if times.first_token is None else round(times.first_token - times.asked, 3),
+            num_prompt_tokens=self._ask.estimate.num_prompt_tokens,
+            num_output_tokens=len(self._generated),
+            num_cached_tokens=num_cached_tokens,
+            stop=stop_of(reason),
+            tools=[call.name[:MAX_TOOL_NAME] for call in item.calls],
+            relation=self._ask.relation.kind.value,
+        )
+        chain = session.prompt.chain
+        return TurnFacts(turn, chain.hashes[: self._ask.estimate.num_prompt_tokens // chain.block_size])
 
 
 class Turns:
@@ -345,6 +267,7 @@ class Turns:
         self,
         *,
         replicas: Replicas,
+        retention: Retention,
         tokenizer: Tokenizer,
         chat: ChatFormat,
         namespaces: Namespaces,
@@ -354,13 +277,16 @@ class Turns:
         log: TurnLog,
         wall_clock: Callable[[], float],
         stored: StoredSessions | None = None,
+        capture: Capture | None = None,
     ) -> None:
         self.replicas = replicas
+        self.retention = retention
         self.tokenizer = tokenizer
         self.chat = chat
         self._places = Places(tokenizer, chat, canonicaliser)
         self.namespaces = namespaces
         self.stored = stored
+        self.capture = capture
         self.log = log
         self.clock = clock
         self.wall_clock = wall_clock
@@ -383,36 +309,36 @@ class Turns:
         named = namespace.sessions.get(identity.session) if identity.session is not None else None
         recall = Recall(self.stored, namespace, identity) if self.stored is not None else None
         place = await self._places.find(conversation, namespace.ledger, onto, named, recall)
-        turn: Turn | None = None
         session = namespace.resolve(identity, place.matched, self.clock(), self.new_id)
         namespace.own(place.node, session)
         session.running += 1
         try:
             relation = session.relation(place.matched, more=place.more, foreign=place.foreign)
             replica = self.replicas.place(session, self.prompt(session, place))
+            await replica.caught_up()
             request, estimate = self._request(replica, session, namespace, place, options)
             known = replica.books.num_known_blocks(estimate)
             computed = await replica.twins.wait(estimate.hashes, known)
             if computed > known:
                 request, estimate = self._request(replica, session, namespace, place, options)
             resident = estimate.predicted or 0
-            charge = estimate.num_prompt_tokens - resident + request.max_tokens * options.num_choices
-            admission = AdmissionRequest(request.request_id, session.id, charge, resident)
+            ask = Ask(replica, session, namespace, place, relation, estimate, request, options, identity.is_last)
             start = max(computed, replica.books.num_known_blocks(estimate))
             queued = self.clock()
             with (
                 replica.running(estimate.num_prompt_tokens - resident),
                 replica.twins.computing(request.request_id, estimate.hashes, start),
             ):
-                async with replica.room.ticket(admission):
+                async with self.retention.admitted(ask) as life:
                     times.granted = self.clock()
                     if times.granted - queued > _STALE_SECONDS:
-                        estimate = self.estimate(replica, session, place)
-                    turn = Turn(self, replica, session, namespace, place, relation, estimate, request, options, times)
-                    yield turn
+                        ask = replace(ask, estimate=self.estimate(replica, session, place))
+                    turn = Turn(self, ask, times, life)
+                    try:
+                        yield turn
+                    finally:
+                        turn.abandon()
         finally:
-            if turn is not None:
-                turn.abandon()
             namespace.ledger.release(place.node)
             session.running -= 1
             session.used = self.clock()
@@ -452,7 +378,7 @@ class Turns:
             session_id=session.id,
             priority=options.priority,
             cache_salt=namespace.salt,
-            xargs=options.xargs,
+            xargs={**options.xargs, **self.retention.turn_hints(replica, session, place, options)},
             logprobs=options.logprobs,
             constrains_reasoning=sampling.constrained,
         )

@@ -8,19 +8,31 @@ from typing import Annotated
 from cyclopts import App, Parameter
 from rich.console import Console
 
-from benchmarks import agentx, cache, offload, overhead, turn_cost
+from benchmarks import agentx, cache, offload, overhead, simulator, turn_cost
+from benchmarks.capacity import measure as capacity
 from benchmarks.cases import CasesFailed
 from benchmarks.client import BadAnswer
 from benchmarks.contenders import ContenderFailed
 from benchmarks.ledger import measure as ledger
-from benchmarks.report import CACHE_FOLDER, Benchmark, Options, show, write_json
+from benchmarks.report import CACHE_FOLDER, Benchmark, Options, Result, show, write_json
+
+
+def _m3(options: Options) -> Result:
+    # torch takes seconds to import and need not be installed: only this one pays for it.
+    from benchmarks import m3
+
+    return m3.measure(options)
+
 
 BENCHMARKS: dict[str, Benchmark] = {
     "agentx": agentx.measure,
     "cache": cache.measure,
+    "capacity": capacity.measure,
     "ledger": ledger.measure,
+    "m3": _m3,
     "offload": offload.measure,
     "overhead": overhead.measure,
+    "simulator": simulator.measure,
     "turn_cost": turn_cost.measure,
 }
 
@@ -37,8 +49,13 @@ def run(
         tuple[str, ...], Parameter(help="Servers that take part (repeat the flag); default: those of the benchmark.")
     ] = (),
     cache_folder: Annotated[Path, Parameter(help="Where peers are installed.")] = CACHE_FOLDER,
+    gpu: Annotated[bool, Parameter(negative="", help="Measure on the CUDA device as well (m3).")] = False,
+    seeds: Annotated[tuple[int, ...], Parameter(help="Seeds (capacity; repeat the flag); default: those of the benchmark.")] = (),
+    blocks: Annotated[int, Parameter(help="KV blocks of the engine (capacity); 0: as the benchmark says.")] = 0,
     url: Annotated[str, Parameter(help="A running server to measure (agentx); empty: one of the benchmark's own.")] = "",
-    traces: Annotated[Path | None, Parameter(help="Recorded sessions (cache): a file or folder; without: generated ones.")] = None,
+    traces: Annotated[
+        Path | None, Parameter(help="Recorded sessions (cache, capacity, simulator): a file or folder; else generated ones.")
+    ] = None,
 ) -> int:
     """Run benchmark NAME."""
     benchmark = BENCHMARKS.get(name)
@@ -46,8 +63,18 @@ def run(
         Console(stderr=True).print(f"no benchmark {name!r}; there are: {', '.join(BENCHMARKS)}")
         return 2
     try:
-        result = benchmark(Options(quick=quick, contenders=contenders, cache_folder=cache_folder, url=url, traces=traces))
-    except (BadAnswer, CasesFailed, ContenderFailed) as error:
+        asked = Options(
+            quick=quick,
+            contenders=contenders,
+            cache_folder=cache_folder,
+            gpu=gpu,
+            url=url,
+            traces=traces,
+            seeds=seeds,
+            blocks=blocks,
+        )
+        result = benchmark(asked)
+    except (BadAnswer, CasesFailed, ContenderFailed, ValueError) as error:
         Console(stderr=True).print(str(error), markup=False)
         return 1
     show(result)

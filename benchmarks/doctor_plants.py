@@ -19,9 +19,18 @@ _CONNECTOR = {
     "kv_connector": "LMCacheMPConnector",
     "kv_connector_extra_config": {"lmcache.mp.server_urls": _SERVERS, "lmcache.mp.save_decode_cache": True},
 }
+_PLUGIN = {"kv_connector": "AgentserveConnector", "kv_connector_extra_config": {"policy": "class_hazard"}}
+
+
+def _both(connector: Mapping[str, Any]) -> str:
+    """The eviction plugin and LMCache, as vLLM is told of them."""
+    extra = {"connectors": [_PLUGIN, connector]}
+    return msgspec.json.encode({"kv_connector": "MultiConnector", "kv_connector_extra_config": extra}).decode()
+
+
 _VLLM: Mapping[str, str] = {
     "tensor-parallel-size": "2",
-    "kv-transfer-config": msgspec.json.encode(_CONNECTOR).decode(),
+    "kv-transfer-config": _both(_CONNECTOR),
     "enable-prompt-tokens-details": "true",
     "speculative-config": '{"method": "eagle3"}',
     "generation-config": "auto",
@@ -77,7 +86,7 @@ def _started(open_files: int = 65_536, **options: str | None) -> Callable[[Facts
 
 def _connector(**extra: Any) -> Callable[[Facts], Facts]:
     config = {**_CONNECTOR["kv_connector_extra_config"], **{f"lmcache.{name}": value for name, value in extra.items()}}  # type: ignore[dict-item]  # a literal of two kinds of values
-    return _started(kv_transfer_config=msgspec.json.encode({**_CONNECTOR, "kv_connector_extra_config": config}).decode())
+    return _started(kv_transfer_config=_both({**_CONNECTOR, "kv_connector_extra_config": config}))
 
 
 def _lmcache(**settings: Any) -> Callable[[Facts], Facts]:
@@ -123,6 +132,7 @@ PLANTS: tuple[Plant, ...] = (
     Plant("a read TTL below the return gaps", "read_ttl", _lmcache(storage_manager={"read_ttl_seconds": 300})),
     Plant("lookup on rank 0 only", "rank_lookup", _connector(lookup_server_worker_ids=[0])),
     Plant("generated tokens are not offloaded", "decode_stored", _connector(**{"mp.save_decode_cache": False})),
+    Plant("a lazy offload that sees no victims", "eviction_plugin", _connector(**{"mp.lazy_offload": True})),
     Plant("KV events off", "events", _engine(events={})),
     Plant("KV events without a replay", "events", _engine(events={"0": {**_EVENTS, "replay_endpoint": None}})),
     Plant("KV events that nobody follows", "events", _server(cache={"hits": {"coverage": 1.0}, "engines": [{"mirror": None}]})),

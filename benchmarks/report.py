@@ -27,6 +27,12 @@ class Options:
     """Which servers take part; empty: all of the benchmark's default ones."""
     cache_folder: Path = CACHE_FOLDER
     """Where peers are installed, each in a virtual environment of its own."""
+    gpu: bool = False
+    """Measure on the CUDA device as well, where the benchmark can."""
+    seeds: tuple[int, ...] = ()
+    """Empty: those of the benchmark."""
+    blocks: int = 0
+    """KV blocks of the engine (capacity); 0: the benchmark's own number."""
     url: str = ""
     """A running server to measure, where the benchmark can; empty: it starts its own."""
     traces: Path | None = None
@@ -50,8 +56,8 @@ class Result:
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
-    figures: Mapping[str, float | None] = field(default_factory=dict)
-    """Figures by name that stand at the top of the JSON."""
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    """Figures by name that stand at the top of the JSON; None where one could not be measured."""
 
 
 Benchmark = Callable[[Options], Result]

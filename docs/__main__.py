@@ -15,12 +15,17 @@ from textwrap import dedent
 
 from cyclopts import App
 
+from admission.choice import Choice
 from admission.eviction import EVICTION_POLICIES
+from admission.policies import ADMISSION_POLICIES
 from agentserve import turns
 from agentserve.canonical.table import CANONICAL_RULES
 from agentserve.cli import build_cli, settings_page
 from agentserve.doctor.table import DOCTOR_CHECKS
 from agentserve.identity import BODY_FIELDS, IDENTITY_HEADERS, HeaderRow
+from replays.simulator.profile_command import cells
+from replays.simulator.profile_command import summary as points_summary
+from replays.simulator.published import read_record
 from tests.cases import CASES, held_by
 
 ROOT = Path(__file__).parents[1]
@@ -48,8 +53,13 @@ TREE: dict[str, str] = {
     "model/data": "the nano model's chat template and multilingual text",
     "replays": "recorded or generated agent sessions, driven through a server, and the report",
     "replays/data": "a sample trace and the word list of prompts",
+    "replays/formats": "trace formats made of rows: Mooncake, Dynamo, and captures of this server",
+    "replays/tuner": "searches policies and parameters on recorded sessions, and judges the best on held-back ones",
+    "replays/calibrate": "an engine's speed measured and fitted, for the simulator",
+    "replays/sim_engine": "the simulator behind vLLM's HTTP, metrics and KV events",
     "replays/simulator": "vLLM's scheduler and block pool simulated in extents, driven by closed-loop traces",
     "benchmarks": "runnable comparisons, one table each",
+    "benchmarks/capacity": "near a full cache: sessions in a closed loop against a real vLLM, with and without the plugin",
     "benchmarks/ledger": "generated sessions, disconnects, long histories, a frozen Redis",
     "tests": "every test; `make test` runs them",
     "tests/upstream": "a scripted vLLM: HTTP and KV events as the real one sends them",
@@ -197,11 +207,30 @@ def eviction() -> str:
     """The eviction policies: what each does, what it needs to know, and its parameters with default and range."""
     rows = ["| policy | what leaves first | needs | parameters |", "|---|---|---|---|"]
     for name, choice in EVICTION_POLICIES.items():
-        defaults = choice.parameters()
         needs = "the future" if choice.needs_future else "return times" if choice.needs_returns else ""
-        knobs = [f"`{knob}` {getattr(defaults, knob):g} ({row.low:g} to {row.high:g}): {row.about}" for knob, row in choice.knobs().items()]
-        rows.append(f"| `{name}` | {choice.about} | {needs} | {'<br>'.join(knobs)} |")
+        rows.append(f"| `{name}` | {choice.about} | {needs} | {_knobs(choice)} |")
     return "\n".join(rows) + "\n"
+
+
+def points() -> str:
+    """Published figures beside the simulator's, as `agentserve profiles --write` recorded them."""
+    record = read_record()
+    rows = ["| point | published | simulated | error | |", "|---|---|---|---|---|"]
+    rows += [f"| {row.name} | {' | '.join(cells(row))} |" for row in record]
+    return "\n".join([*rows, "", points_summary(record).capitalize() + "."]) + "\n"
+
+
+def admission() -> str:
+    """The admission policies: who goes first, and their parameters with default and range."""
+    rows = ["| policy | who may start | parameters |", "|---|---|---|"]
+    rows += [f"| `{name}` | {choice.about} | {_knobs(choice)} |" for name, choice in ADMISSION_POLICIES.items()]
+    return "\n".join(rows) + "\n"
+
+
+def _knobs(choice: Choice) -> str:
+    defaults = choice.parameters()
+    rows = choice.knobs().items()
+    return "<br>".join(f"`{name}` {getattr(defaults, name):g} ({row.low:g} to {row.high:g}): {row.about}" for name, row in rows)
 
 
 def body_fields() -> str:
@@ -219,7 +248,9 @@ PARTS: dict[str, Callable[[], str]] = {
     "commands": commands,
     "cases": cases,
     "checks": checks,
+    "admission": admission,
     "eviction": eviction,
+    "points": points,
 }
 
 

@@ -15,7 +15,7 @@ import os
 import shutil
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
@@ -27,7 +27,7 @@ from safetensors.numpy import save_file
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from model.chat import minimax_m3 as m3
-from model.nano_weights import NORM_EPS, Shape, random_weights
+from model.nano_weights import NORM_EPS, Array, Shape, random_weights
 from model.vocabulary import Vocabulary, read_json, read_tokenizer_json
 
 PAD = "]!p~["
@@ -61,14 +61,31 @@ def make_nano(
     """
     shape = Shape(layers, hidden, kv_heads, head_dim, vocab, max_model_len)
     made = {"format": _FORMAT, "seed": seed, "shape": asdict(shape)}
+
+    def model(vocabulary: Vocabulary) -> Model:
+        return _config(shape), random_weights(shape, vocabulary, m3.END, np.random.default_rng(seed))
+
+    write_folder(folder, made, vocab, max_model_len, model)
+
+
+Model = tuple[dict[str, Any], Mapping[str, Array]]
+"""config.json without the ids that end a turn, and the tensors by name."""
+
+
+def write_folder(folder: Path, made: dict[str, Any], vocab: int, max_model_len: int, model: Callable[[Vocabulary], Model]) -> None:
+    """A model folder: tokenizer, chat template, and what `model` gives.
+
+    `made` says what it is made of: a complete folder whose record has it stays. Raises as `make_nano`.
+    """
     if nano_is_complete(folder) and made.items() <= read_json(folder / _RECORD).items():
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         vocabulary = _write_tokenizer(draft, vocab)
-        _write_configs(draft, shape, vocabulary)
-        save_file(random_weights(shape, vocabulary, m3.END, np.random.default_rng(seed)), draft / "model.safetensors", {"format": "pt"})
+        config, tensors = model(vocabulary)
+        _write_configs(draft, config, max_model_len, vocabulary)
+        save_file(dict(tensors), draft / "model.safetensors", {"format": "pt"})
         sizes = {path.name: path.stat().st_size for path in sorted(draft.iterdir())}
         _write_json(draft / _RECORD, made | {"files": sizes})
         draft.chmod(0o755)
@@ -134,12 +151,8 @@ def _write_tokenizer(folder: Path, vocab: int) -> Vocabulary:
     return vocabulary
 
 
-def _write_configs(folder: Path, shape: Shape, vocabulary: Vocabulary) -> None:
-    ids = {token.text: token.id for token in vocabulary.added}
-    ends = {"bos_token_id": ids[m3.BLOCK], "eos_token_id": ids[m3.END], "pad_token_id": ids[PAD]}
-    template = _chat_template()
-    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-    config = {
+def _config(shape: Shape) -> dict[str, Any]:
+    return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": shape.vocab,
@@ -156,9 +169,15 @@ def _write_configs(folder: Path, shape: Shape, vocabulary: Vocabulary) -> None:
         "mlp_bias": True,
         "tie_word_embeddings": False,
         "dtype": "float32",
-        **ends,
     }
-    _write_json(folder / "config.json", config)
+
+
+def _write_configs(folder: Path, config: dict[str, Any], max_model_len: int, vocabulary: Vocabulary) -> None:
+    ids = {token.text: token.id for token in vocabulary.added}
+    ends = {"bos_token_id": ids[m3.BLOCK], "eos_token_id": ids[m3.END], "pad_token_id": ids[PAD]}
+    template = _chat_template()
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    _write_json(folder / "config.json", config | ends)
     _write_json(folder / "generation_config.json", ends)
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -166,7 +185,7 @@ def _write_configs(folder: Path, shape: Shape, vocabulary: Vocabulary) -> None:
         "eos_token": m3.END,
         "pad_token": PAD,
         "clean_up_tokenization_spaces": False,
-        "model_max_length": shape.max_model_len,
+        "model_max_length": max_model_len,
         "pat_str": SPLIT_PATTERN,
         "added_tokens_decoder": {str(t.id): _added_token_json(t.text, t.special) for t in vocabulary.added},
     }

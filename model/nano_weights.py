@@ -108,8 +108,9 @@ def random_weights(shape: Shape, vocabulary: Vocabulary, end: str, rng: np.rando
         if layer == shape.layers - 1:
             tensors |= _passing_mlp(shape)
         weights.update({f"model.layers.{layer}.{name}": tensor for name, tensor in tensors.items()})
-    weights["model.norm.weight"] = _last_norm(shape)
-    weights["lm_head.weight"] = _lm_head(vocabulary, end, normal(shape.vocab, shape.hidden, std=into))
+    before = math.sqrt(1 + shape.layers * ATTENTION_VARIANCE + (shape.layers - 1) * MLP_VARIANCE)
+    weights["model.norm.weight"] = last_norm(shape.hidden, before)
+    weights["lm_head.weight"] = lm_head(vocabulary, end, normal(shape.vocab, shape.hidden, std=into))
     return weights
 
 
@@ -127,17 +128,16 @@ def _passing_mlp(shape: Shape) -> dict[str, Array]:
     }
 
 
-def _last_norm(shape: Shape) -> Array:
-    """RMSNorm weights that bring dimension 0 to 1 and the others to variance 1."""
-    before = math.sqrt(1 + shape.layers * ATTENTION_VARIANCE + (shape.layers - 1) * MLP_VARIANCE)
+def last_norm(hidden: int, before: float) -> Array:
+    """RMSNorm weights that bring dimension 0 to 1 and the others to variance 1; `before`: their deviation ahead of the last MLP."""
     others = before + AMPLIFICATION  # in the same direction
-    rms = math.sqrt((CONSTANT**2 + (shape.hidden - 1) * others**2) / shape.hidden)
-    weight = np.full(shape.hidden, rms / others, dtype=np.float32)
+    rms = math.sqrt((CONSTANT**2 + (hidden - 1) * others**2) / hidden)
+    weight = np.full(hidden, rms / others, dtype=np.float32)
     weight[0] = rms / CONSTANT
     return weight
 
 
-def _lm_head(vocabulary: Vocabulary, end: str, directions: Array) -> Array:
+def lm_head(vocabulary: Vocabulary, end: str, directions: Array) -> Array:
     """Rows of a bias (column 0) and a direction: shown tokens, the end, and those that never come."""
     tokens: Sequence[Mapping[bytes, int]] = (vocabulary.single, vocabulary.merged)
     shown = [id for part in tokens for token, id in part.items() if _is_shown(token)]

@@ -194,6 +194,10 @@ class Mirror:
         """
         return min(self.match(hashes, start), max(0, num_prompt_tokens - 1) // self.block_size) * self.block_size
 
+    def is_only_learned(self, block_hash: BlockHash) -> bool:
+        """Whether the block is known from a response's usage and no event has told of it yet."""
+        return any(group.is_only_learned(block_hash) for group in self._groups.values())
+
     def was_removed(self, block_hash: BlockHash) -> bool:
         """Whether the block was resident, is not now, and the engine announced that (as far back as the bounded log goes)."""
         return any(group.was_removed(block_hash) for group in self._groups.values())

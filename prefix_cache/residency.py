@@ -132,6 +132,10 @@ class Residency:
         """Blocks that the engine announced and those known from usage."""
         return {*self._runs.hashes, *self._learned}
 
+    def is_only_learned(self, block_hash: BlockHash) -> bool:
+        """Whether it is known from usage and no event has told of it yet."""
+        return block_hash in self._learned
+
     def was_removed(self, block_hash: BlockHash) -> bool:
         """Whether it was resident, is not now, and the engine announced that."""
         removal = self._removed.get(block_hash)

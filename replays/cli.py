@@ -1,4 +1,7 @@
-"""The replay commands: `replay`, `report`, `generate`. Exit codes: 0 well, 1 too many failed requests, 2 wrong use or bad files."""
+"""The replay commands: `replay`, `report`, `generate`, `shapes`, and those of simulated engines.
+
+Exit codes: 0 well, 1 too many failed requests, 2 wrong use or bad files.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,35 @@ from uuid import uuid4
 
 import msgspec
 from cyclopts import App, Parameter
-from cyclopts.types import NonNegativeFloat, PositiveFloat, PositiveInt
+from cyclopts.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from rich.console import Console
 from rich.progress import track
 
+from model.m3.config import MINIMAX_M3
+from model.m3.index_reuse import fixed_plan
+from model.m3.sharding import Shard
+from replays.calibrate.command import calibrate
+from replays.formats import open_traces
 from replays.generator import GeneratorSettings, generate_sessions
 from replays.options import ReplayOptions, to_arguments
 from replays.records import RecordsError, Run, read_run
 from replays.report import Report, make_report, read_report, write_report
 from replays.server import ask_version
+from replays.shape_tables import shape_tables
+from replays.shapes import distributions, read_calls, repeated_work
+from replays.sim_engine.command import sim_engine
+from replays.simulator.command import simulate_command
+from replays.simulator.profile_command import profiles
 from replays.tables import report_tables
-from replays.traces import TraceError, TraceSet
+from replays.traces import TraceError
+from replays.tuner.command import tune_command
 
 app = App(name="replays", help="Replay recorded agent sessions, report on replays, and generate sessions.")
+app.command(simulate_command, name="simulate")
+app.command(tune_command, name="tune")
+app.command(sim_engine)
+app.command(profiles)
+app.command(calibrate)
 
 _ERRORS = Console(stderr=True, highlight=False)
 _OUTPUT = Console(highlight=False)
@@ -92,7 +111,7 @@ def _run(traces: Path, target: _Target, concurrency: int, options: ReplayOptions
 
 def _check_traces(traces: Path) -> None:
     """Read every session once, so that a bad one is found before anything is sent."""
-    trace_set = TraceSet(traces)
+    trace_set = open_traces(traces)
     for _ in track(trace_set.checked(), "reading traces", total=len(trace_set), console=_ERRORS, transient=True):
         pass
 
@@ -132,7 +151,7 @@ def replay(
     Parameters
     ----------
     traces
-        Folder of .json traces, a .json file, or .jsonl with one session a line.
+        Traces of any form that `simulate` reads: a file, or a folder of files.
     url
         The server.
     concurrency
@@ -260,4 +279,46 @@ def generate(
         _ERRORS.print(f"error: {out}: {error.strerror}", style="red", markup=False, soft_wrap=True)
         return 2
     _ERRORS.print(f"{sessions} sessions in {out}")
+    return 0
+
+
+@app.command
+def shapes(
+    source: Path,
+    *,
+    tp: PositiveInt = 4,
+    index_topk_freq: PositiveInt = 1,
+    batched_tokens: PositiveInt = 32_768,
+    draft_tokens: NonNegativeInt = 3,
+    json: Path | None = None,
+) -> int:
+    """Shapes that a workload brings to MiniMax-M3's kernels, and the work that repeats per layer, token and request.
+
+    Parameters
+    ----------
+    source
+        A trace (hits are then those of an unlimited cache), or what `replay --records` wrote (the engine's own hits, and decode batches).
+    tp
+        Tensor-parallel size.
+    index_topk_freq
+        One of so many sparse layers chooses blocks.
+    batched_tokens
+        Tokens of a prefill step at most.
+    draft_tokens
+        Draft tokens verified for each sequence in a decode step.
+    json
+        Write the figures here.
+    """
+    try:
+        shard = Shard(MINIMAX_M3, tp)
+        calls = list(read_calls(source, MINIMAX_M3.block_size))
+        spread = distributions(calls, batched_tokens, 1 + draft_tokens)
+        work = repeated_work(calls, shard, fixed_plan(MINIMAX_M3.num_sparse_layers, index_topk_freq), batched_tokens)
+        if json is not None:
+            json.write_bytes(msgspec.json.encode({"calls": len(calls), "distributions": spread, "work": work}))
+    except (TraceError, RecordsError, ValueError, OSError) as error:
+        _ERRORS.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        return 2
+    for table in shape_tables(len(calls), spread, work):
+        _OUTPUT.print(table)
     return 0

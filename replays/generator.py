@@ -70,6 +70,10 @@ class GeneratorSettings:
     """Of all turns, those where the user goes back or compacts early, by more than 30 % of the history; part of `cut_share`."""
     end_turn_share: float = 0.06
     unknown_stop_share: float = 0.08
+    output_scale: float = 1.0
+    """Beside `token_scale`: makes answers longer without their prompts."""
+    gap_scale: float = 1.0
+    """Shortens or stretches the clients' idle time."""
 
 
 class _Ids:
@@ -100,13 +104,13 @@ class _Line:
 
     def wait(self) -> None:
         """Let the client's idle time pass."""
-        self.gap_seconds = GAP_SECONDS[self.stop].at(self._rng.random())
+        self.gap_seconds = GAP_SECONDS[self.stop].at(self._rng.random()) * self._settings.gap_scale
         self.clock += self.gap_seconds
 
     def turn(self, new_tokens: float, *, stop: str) -> WekaCall:
         """One call with `new_tokens` (unscaled) more than before."""
         settings = self._settings
-        output = max(1, round(OUTPUT_TOKENS.at(self._rng.random()) * settings.token_scale))
+        output = max(1, round(OUTPUT_TOKENS.at(self._rng.random()) * settings.token_scale * settings.output_scale))
         self._num_tokens += max(1, round(new_tokens * settings.token_scale))
         num_blocks = self._num_tokens // settings.block_size
         self._blocks.extend(self._ids.fresh(max(0, num_blocks - len(self._blocks))))

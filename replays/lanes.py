@@ -18,13 +18,14 @@ from gevent.event import Event
 from gevent.pool import Group
 
 from replays.client import ChatClient, Reply, SessionUsage
+from replays.formats import Sessions
 from replays.options import ReplayOptions
 from replays.plan import PlannedCall, plan_session
 from replays.play import TreePlay
 from replays.prompts import PromptWriter
 from replays.records import End, Phase, Record
 from replays.script import ToolScript
-from replays.traces import Session, TraceSet
+from replays.traces import Session
 
 
 def record_of(phase: Phase, play: TreePlay, call: PlannedCall, reply: Reply) -> Record:
@@ -69,7 +70,7 @@ class Draw:
     A play's number is its place in that order, so that no two plays of a run have the same one.
     """
 
-    traces: TraceSet
+    traces: Sessions
     first: int
     step: int
     once: bool

@@ -20,13 +20,13 @@ from locust.exception import StopUser
 from locust.runners import MasterRunner, WorkerRunner
 
 from replays.client import ChatClient, Reply
+from replays.formats import open_traces
 from replays.lanes import Conductor, Draw
 from replays.metrics import parse_metrics
 from replays.options import ReplayOptions, from_namespace, option_fields, parse_scale
 from replays.records import End, Entry, Header, Phase, Record, write_entries
 from replays.script import TOOLS, ToolScript, embedded_model_folder
 from replays.server import ask_engine, ask_model, get
-from replays.traces import TraceSet
 
 _PROGRESS_SECONDS = 5.0
 _MAX_CONNECTIONS = 4096
@@ -81,7 +81,7 @@ class Replay:
     def start(self, num_lanes: int) -> None:
         """Look at traces and server, then wait for the lanes. Raises OSError when there is no server, ValueError for what cannot be."""
         script = self._script()
-        traces = TraceSet(self._traces)
+        traces = open_traces(self._traces)
         model = self.options.model or ask_model(self._url)
         if self._collects:
             self._entries.append(self._header(model, num_lanes))

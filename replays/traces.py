@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -30,9 +30,18 @@ class TraceError(ValueError):
     def __init__(self, problem: str, *, path: Path, row: int | None = None, field: str | None = None) -> None:
         where = str(path) + (f", line {row}" if row is not None else "") + (f", {field}" if field else "")
         super().__init__(f"{where}: {problem}")
+        self.problem = problem
         self.path = path
         self.row = row
         self.field = field
+
+    def __reduce__(self) -> tuple[Callable[[str, Path, int | None, str | None], TraceError], tuple[str, Path, int | None, str | None]]:
+        """Errors travel between processes."""
+        return _trace_error, (self.problem, self.path, self.row, self.field)
+
+
+def _trace_error(problem: str, path: Path, row: int | None, field: str | None) -> TraceError:
+    return TraceError(problem, path=path, row=row, field=field)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,6 +61,10 @@ class Request:
     output_types: tuple[str, ...] = ()
     shrinks: bool = False
     """The prompt is smaller than the one before it in its stream: the client compacted or cut its history."""
+    tools: tuple[str, ...] = ()
+    """Names of the tools that the answer called, where the recorder knew them."""
+    echoed: bool = False
+    """The next prompt of the stream holds the answer as it was generated, so that its blocks can be hit."""
 
     @property
     def end_seconds(self) -> float:
@@ -74,6 +87,10 @@ class Session:
     block_size: int
     root: Stream
     subagents: tuple[Stream, ...] = ()
+    scope: Literal["local", "global"] = "local"
+    """Whether equal ids mean equal blocks within this session only, or in all sessions of the trace."""
+    has_clock: bool = False
+    """Times are on one clock with the other sessions of the trace, so that its start is an arrival."""
 
     @property
     def streams(self) -> tuple[Stream, ...]:

@@ -228,6 +228,25 @@ def test_a_miss_that_no_event_explains_counts_against_the_mirror_in_the_end() ->
     assert (books.mirror.num_contradictions, books.mirror.is_suspect) == (1, True)
 
 
+def test_near_capacity_the_books_are_behind_until_the_events_of_an_answer_have_come() -> None:
+    books, ids = Books(), list(range(640))
+    books.ask(ids, 0)
+    assert not books.books.is_behind(640)  # an engine that holds nothing evicts nothing
+    names = books.stored(ids)
+    longer = [*ids, *range(BLOCK + 1)]
+    books.ask(longer, 640)
+    assert not books.books.is_behind(6400)
+    assert books.books.is_behind(640)
+    books.tell(
+        BlockStored(block_hashes=[len(names) + 1], parent_block_hash=names[-1], token_ids=longer[640 : 640 + BLOCK], block_size=BLOCK)
+    )
+    assert not books.books.is_behind(640)
+    books.ask(longer, 5 * BLOCK)
+    assert books.books.is_behind(640)
+    books.tell(BlockRemoved(block_hashes=names[5:]))
+    assert not books.books.is_behind(640)
+
+
 def test_blocks_are_in_flight_from_sending_until_the_prefill_of_all_who_compute_them() -> None:
     flight = InFlight()
     hashes = [bytes([number]) * 16 for number in range(6)]

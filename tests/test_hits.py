@@ -107,6 +107,7 @@ def test_unknown_is_not_zero() -> None:
     assert rates == [0.5, 0.5, 0.4, 0.75]
 
 
+@pytest.mark.case("KVM-11")
 def test_an_external_hit_is_a_part_of_the_actual_one() -> None:
     hits = account(num_prompt_tokens=1000, ceiling=900, block_size=128, actual=768, predicted=256, external_predicted=640, external=512)
     assert (hits.actual, hits.external, hits.external_predicted) == (768, 512, 640)

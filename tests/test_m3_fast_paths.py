@@ -155,3 +155,12 @@ def test_kernels_are_counted_from_a_profilers_trace(tmp_path: Path, name: str) -
     path.write_bytes(b"{")
     with pytest.raises(SetupError, match="profiler trace"):
         read_kernels(path)
+
+
+def test_the_plugins_own_line_shows_that_index_reuse_ran() -> None:
+    switch = {"text_config": {"use_index_cache": True, "index_topk_leaders": [0, 0, 2, 2]}}
+    facts = replace(CONFIGURED, flags={"hf-overrides": switch}, log="INFO index reuse ran: 2 of 4 sparse layers chose, index keys left out")
+    row = _row(facts, "cross-layer index reuse")
+    assert (row.configured.holds, row.configured.why) == (True, "2 of 4 sparse layers choose")
+    assert row.executed.holds
+    assert _row(replace(facts, log="INFO nothing of it"), "cross-layer index reuse").executed.holds is None

@@ -11,7 +11,7 @@ import pytest
 from model.m3.config import MINIMAX_M3, M3Config, config_from_json
 from model.m3.dtypes import Dtype
 from model.m3.exchange import collectives
-from model.m3.index_reuse import fixed_plan, index_work, measured_plan
+from model.m3.index_reuse import ReusePlan, fixed_plan, guarded_plan, index_work, measured_plan
 from model.m3.kv import CacheGeometry
 from model.m3.memory import GIB, WeightFormat, implied_other_bytes, plan_memory, weight_bytes
 from model.m3.shapes import local_shapes
@@ -210,6 +210,19 @@ def test_leaders_by_measured_overlap_never_follow_where_layers_disagree() -> Non
     assert measured_plan([[1.0], [0.1, 1.0]], 0.9, 8).is_off
     with pytest.raises(ValueError, match="overlap table"):
         measured_plan([[1.0], [0.5]], 0.9, 8)
+
+
+def test_a_guarded_plan_is_the_loosest_whose_answers_pass() -> None:
+    agree = [[1.0 if i == j else 0.85 if i - j == 1 else 0.55 for j in range(i + 1)] for i in range(6)]
+    asked: list[int] = []
+
+    def passes(plan: ReusePlan) -> bool:
+        asked.append(plan.num_leaders)
+        return plan.num_leaders >= 3
+
+    assert guarded_plan(agree, 5, passes).leaders == (0, 0, 2, 2, 4, 4)
+    assert asked == [1, 3], "each plan is tried once, the most reuse first"
+    assert guarded_plan(agree, 5, lambda plan: False).is_off
 
 
 def test_index_work_equals_a_count_by_hand() -> None:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-
 import pytest
 
 pytest.importorskip("torch")
 
 import torch  # decides whether this file runs
 
-from model.m3.config import M3Config
+from benchmarks.m3_checks import PLANTED, RULE, SMALL, case, draw, some_experts
 from model.m3.dtypes import Dtype
 from model.m3.index_reuse import fixed_plan, measured_plan
 from model.m3.kv import CacheGeometry
 from model.m3.sharding import Shard
-from model.reference.experts import ExpertRule, ExpertWeights, experts, experts_shared_fused
+from model.reference.experts import ExpertRule, experts, experts_shared_fused
 from model.reference.gate import Thresholds, compare
 from model.reference.norms import gemma_norm, rotate
 from model.reference.pages import as_pages, gather, page_table
@@ -31,53 +28,17 @@ from model.reference.sparse_attention import (
 from model.reference.stack import overlap, random_stack, run_stack
 from model.reference.transfer import empty_rank, layer_view, transfer
 
-SMALL = M3Config(
-    hidden_size=64,
-    num_hidden_layers=6,
-    num_dense_layers=1,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    head_dim=16,
-    rotary_dim=8,
-    num_index_heads=4,
-    index_dim=16,
-    block_size=16,
-    topk_blocks=4,
-    num_local_experts=8,
-    num_experts_per_tok=2,
-    expert_intermediate_size=32,
-    dense_intermediate_size=64,
-    vocab_size=256,
-)
-RULE = SparseRule(block_size=16, topk_blocks=4)
-
-
-def _draw(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def _case(seed: int, num_keys: int, num_queries: int) -> tuple[torch.Tensor, ...]:
-    """query, key, value, index query, index key, positions of the last `num_queries` tokens."""
-    return (
-        _draw(seed, num_queries, 8, 16),
-        _draw(seed + 1, num_keys, 4, 16),
-        _draw(seed + 2, num_keys, 4, 16),
-        _draw(seed + 3, num_queries, 4, 16),
-        _draw(seed + 4, num_keys, 16),
-        torch.arange(num_keys - num_queries, num_keys),
-    )
-
 
 @pytest.mark.parametrize(("num_keys", "num_queries"), [(16, 16), (64, 1), (61, 61), (50, 7), (1, 1)])
 def test_sparse_equals_dense_while_every_block_is_chosen(num_keys: int, num_queries: int) -> None:
-    query, key, value, index_query, index_key, positions = _case(num_keys, num_keys, num_queries)
+    query, key, value, index_query, index_key, positions = case(num_keys, num_keys, num_queries)
     sparse = sparse_attention(query, key, value, index_query, index_key, positions, RULE)
     dense = attend(query, key, value, positions, None, RULE.block_size)
     assert torch.allclose(sparse, dense, atol=1e-5)
 
 
 def test_sparse_differs_from_dense_when_blocks_are_left_out() -> None:
-    query, key, value, index_query, index_key, positions = _case(5, 200, 8)
+    query, key, value, index_query, index_key, positions = case(5, 200, 8)
     sparse = sparse_attention(query, key, value, index_query, index_key, positions, RULE)
     assert not torch.allclose(sparse, attend(query, key, value, positions, None, RULE.block_size), atol=1e-2)
 
@@ -85,7 +46,7 @@ def test_sparse_differs_from_dense_when_blocks_are_left_out() -> None:
 @pytest.mark.parametrize("rule", [RULE, SparseRule(16, 4, num_init_blocks=1, num_local_blocks=2), SparseRule(16, 1), SparseRule(16, 6)])
 @pytest.mark.parametrize("num_keys", [16, 33, 150, 257])
 def test_choices_are_causal_bounded_local_and_the_best(rule: SparseRule, num_keys: int) -> None:
-    *_, index_query, index_key, positions = _case(7, num_keys, num_keys)
+    *_, index_query, index_key, positions = case(7, num_keys, num_keys)
     scores = block_scores(index_query, index_key, positions, rule)
     chosen = choose_blocks(scores, positions, rule)
     for query in range(num_keys):
@@ -103,7 +64,7 @@ def test_choices_are_causal_bounded_local_and_the_best(rule: SparseRule, num_key
 
 
 def test_scores_are_the_largest_product_of_a_block() -> None:
-    *_, index_query, index_key, positions = _case(9, 40, 40)
+    *_, index_query, index_key, positions = case(9, 40, 40)
     scores = block_scores(index_query, index_key, positions, RULE)
     for head, query, block in ((0, 39, 0), (3, 20, 1), (2, 16, 1)):
         seen = range(block * 16, min(block * 16 + 16, query + 1))
@@ -115,7 +76,7 @@ def test_scores_are_the_largest_product_of_a_block() -> None:
 @pytest.mark.parametrize("num_drafts", [1, 2, 4, 7])
 def test_drafts_verified_together_equal_drafts_verified_one_by_one(num_drafts: int) -> None:
     num_keys = 150
-    query, key, value, index_query, index_key, _ = _case(11, num_keys, num_drafts)
+    query, key, value, index_query, index_key, _ = case(11, num_keys, num_drafts)
     first = num_keys - num_drafts
     together = verify_drafts(query, key, value, index_query, index_key, RULE, first)
     for draft in range(num_drafts):
@@ -128,7 +89,7 @@ def test_drafts_verified_together_equal_drafts_verified_one_by_one(num_drafts: i
 
 @pytest.mark.parametrize("block_tokens", [16, 32, 128])
 def test_pages_are_the_blocks_own_memory_and_read_the_same(block_tokens: int) -> None:
-    cache = _draw(13, 12, block_tokens, 2, 8)
+    cache = draw(13, 12, block_tokens, 2, 8)
     pages = as_pages(cache)
     assert pages.data_ptr() == cache.data_ptr()
     table = torch.tensor([7, 2, 11, 0])
@@ -146,19 +107,15 @@ def test_a_page_view_that_would_copy_is_refused() -> None:
         as_pages(torch.zeros(4, 2, 16).transpose(0, 1).transpose(1, 2))
 
 
-def _experts(seed: int) -> ExpertWeights:
-    return random_stack(SMALL, 1, seed)[0].experts
-
-
 def test_the_shared_expert_fused_equals_the_separate_one() -> None:
-    hidden = _draw(17, 50, 64)
-    weights, rule = _experts(3), ExpertRule(top_k=2)
+    hidden = draw(17, 50, 64)
+    weights, rule = some_experts(3), ExpertRule(top_k=2)
     assert torch.allclose(experts_shared_fused(hidden, weights, rule), experts(hidden, weights, rule), atol=1e-5)
 
 
 def test_experts_equal_a_loop_over_tokens() -> None:
-    hidden = 3 * _draw(19, 9, 64)
-    weights, rule = _experts(4), ExpertRule(top_k=2)
+    hidden = 3 * draw(19, 9, 64)
+    weights, rule = some_experts(4), ExpertRule(top_k=2)
     for token, got in zip(hidden, experts(hidden, weights, rule), strict=True):
         scores = 1 / (1 + torch.exp(-(weights.router @ token)))
         best = [e for _, e in sorted((-float(scores[e] + weights.bias[e]), e) for e in range(8))][:2]
@@ -174,7 +131,7 @@ def test_experts_equal_a_loop_over_tokens() -> None:
 
 
 def test_norm_and_rotation_follow_their_definitions() -> None:
-    x, weight = _draw(21, 5, 3, 16), _draw(22, 16)
+    x, weight = draw(21, 5, 3, 16), draw(22, 16)
     assert torch.allclose(gemma_norm(x, weight), x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * (1 + weight), atol=1e-5)
     turned = rotate(x, torch.arange(5), 8)
     assert torch.equal(turned[0], x[0])
@@ -188,7 +145,7 @@ def test_norm_and_rotation_follow_their_definitions() -> None:
 
 
 def test_frequency_one_is_no_reuse_bit_for_bit() -> None:
-    layers, hidden = random_stack(SMALL, 5, 1), _draw(23, 120, 64)
+    layers, hidden = random_stack(SMALL, 5, 1), draw(23, 120, 64)
     plain = run_stack(SMALL, layers, hidden, fixed_plan(5))
     again = run_stack(SMALL, layers, hidden, measured_plan([[1.0] * (i + 1) for i in range(5)], least_overlap=1.0, longest=0))
     assert torch.equal(plain.hidden, again.hidden)
@@ -196,12 +153,12 @@ def test_frequency_one_is_no_reuse_bit_for_bit() -> None:
 
 
 def test_reuse_that_leaves_every_block_chosen_changes_nothing() -> None:
-    layers, hidden = random_stack(SMALL, 5, 2), _draw(25, 64, 64)  # four blocks, four are chosen
+    layers, hidden = random_stack(SMALL, 5, 2), draw(25, 64, 64)  # four blocks, four are chosen
     assert torch.equal(run_stack(SMALL, layers, hidden, fixed_plan(5)).hidden, run_stack(SMALL, layers, hidden, fixed_plan(5, 4)).hidden)
 
 
 def test_followers_read_their_leaders_choice_and_the_difference_is_measured() -> None:
-    layers, hidden = random_stack(SMALL, 5, 3), _draw(27, 200, 64)
+    layers, hidden = random_stack(SMALL, 5, 3), draw(27, 200, 64)
     plain, reused = run_stack(SMALL, layers, hidden, fixed_plan(5)), run_stack(SMALL, layers, hidden, fixed_plan(5, 4))
     assert reused.num_choices == 2
     assert all(torch.equal(reused.chosen[0], reused.chosen[ordinal]) for ordinal in range(4))
@@ -256,44 +213,6 @@ def test_a_transfer_between_formats_is_refused() -> None:
 # The gate, and planted faults.
 
 
-def _planted_expert_mask() -> tuple[torch.Tensor, torch.Tensor]:
-    hidden, weights, rule = _draw(31, 60, 64), _experts(5), ExpertRule(top_k=2)
-    down = weights.down.clone()
-    down[3] = 0  # an expert that the mask hides
-    return experts(hidden, replace(weights, down=down), rule), experts(hidden, weights, rule)
-
-
-def _attended(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    query, _, _, index_query, index_key, positions = _case(33, 120, 30)
-    return sparse_attention(query, key, value, index_query, index_key, positions, RULE).flatten(1)
-
-
-def _planted_swapped_offsets() -> tuple[torch.Tensor, torch.Tensor]:
-    _, key, value, *_ = _case(33, 120, 30)
-    return _attended(value, key), _attended(key, value)
-
-
-def _planted_missing_page() -> tuple[torch.Tensor, torch.Tensor]:
-    _, key, value, *_ = _case(33, 120, 30)
-    torn = value.clone()
-    torn[112:] = 0  # the newest page never arrived
-    return _attended(key, torn), _attended(key, value)
-
-
-def _planted_dtype_view() -> tuple[torch.Tensor, torch.Tensor]:
-    _, key, value, *_ = _case(33, 120, 30)
-    wrong = value.to(torch.float8_e4m3fn).view(torch.float8_e4m3fnuz).float()  # other bias: half the value
-    return _attended(key, wrong), _attended(key, value.to(torch.float8_e4m3fn).float())
-
-
-PLANTED: dict[str, Callable[[], tuple[torch.Tensor, torch.Tensor]]] = {
-    "wrong expert mask": _planted_expert_mask,
-    "swapped K and V offsets": _planted_swapped_offsets,
-    "missing page": _planted_missing_page,
-    "wrong dtype view": _planted_dtype_view,
-}
-
-
 @pytest.mark.parametrize("fault", PLANTED)
 def test_the_gate_catches_each_planted_fault(fault: str) -> None:
     actual, expected = PLANTED[fault]()
@@ -302,14 +221,14 @@ def test_the_gate_catches_each_planted_fault(fault: str) -> None:
 
 
 def test_one_broken_row_among_a_thousand_fails() -> None:
-    logits = _draw(41, 1000, 50)
+    logits = draw(41, 1000, 50)
     broken = logits.clone()
     broken[500] = -broken[500]
     assert not compare(broken, logits).passed
 
 
 def test_rounding_passes_and_not_a_number_does_not() -> None:
-    logits = _draw(43, 200, 50)
+    logits = draw(43, 200, 50)
     assert compare(logits.bfloat16(), logits).passed
     torn = logits.clone()
     torn[3, 4] = float("nan")
@@ -318,7 +237,7 @@ def test_rounding_passes_and_not_a_number_does_not() -> None:
 
 
 def test_a_wrong_scale_fails_although_every_direction_and_every_first_place_is_right() -> None:
-    logits = _draw(45, 20, 50)
+    logits = draw(45, 20, 50)
     verdict = compare(logits / 2, logits)
     assert (round(verdict.least_cosine, 6), verdict.top1_share) == (1.0, 1.0)
     assert not verdict.passed

@@ -16,8 +16,8 @@ from agentserve.divergence import Difference, Divergence
 from agentserve.engines import Usage
 from agentserve.heads import HeadBreak
 from agentserve.metrics import Metrics
+from agentserve.plans import Outcome, Plan
 from agentserve.sessions import TurnKind
-from agentserve.turns import Outcome, Plan
 from model.chat.minimax_m3 import MiniMaxM3Format
 from model.conversation import AssistantItem
 from model.tokenizer import Tokenizer

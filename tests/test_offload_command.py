@@ -39,6 +39,7 @@ def test_the_second_level_is_named_and_its_password_is_not_among_the_arguments()
     assert "LMCACHE_RESP_USERNAME=me" in command
 
 
+@pytest.mark.case("KVM-13")
 def test_generated_tokens_are_kept_and_a_failed_load_is_computed() -> None:
     flag, text = connector_args(5555)
     config = msgspec.json.decode(text)

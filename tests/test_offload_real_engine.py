@@ -92,6 +92,7 @@ async def scenario(url: str) -> None:
         assert engines() == before
 
 
+@pytest.mark.case("KVM-13")
 def test_external_hits_are_predicted_and_a_dead_cache_server_costs_misses_only() -> None:
     with running_redis() as store:
         asyncio.run(scenario(store.url))
@@ -145,6 +146,7 @@ async def two_ranks(url: str, kv_tokens: int = 2048) -> None:
         assert {one.text for one in (whole, half, again)} == {cold.text}
 
 
+@pytest.mark.case("KVM-10")
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_chunk_that_one_of_two_ranks_has_lost_is_no_hit() -> None:

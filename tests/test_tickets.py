@@ -132,18 +132,35 @@ class Policies(RuleBasedStateMachine):
         self.waiting: dict[str, int] = {}
         self.now = 0.0
         self.num_offers = 0
+        self.requests: dict[str, AdmissionRequest] = {}
+
+    def pass_time(self, seconds: float) -> None:
+        """As whoever sleeps for the policy does: it is called whenever it wants to be."""
+        until = self.now + seconds
+        while (due := self.policy.due_seconds) is not None and due <= until:
+            self.now = max(self.now, due)
+            self.take(self.policy.due(self.now))
+        self.now = until
 
     def take(self, grants: list[Grant]) -> None:
         for grant in grants:
             assert self.waiting.pop(grant.request_id) == grant.ticket.charge_tokens
             self.running[grant.request_id] = grant.ticket
 
-    @rule(charge_tokens=st.integers(0, 60), session=st.integers(0, 2), wait_seconds=st.floats(0, 5))
-    def offer(self, charge_tokens: int, session: int, wait_seconds: float) -> None:
-        self.now += wait_seconds
+    @rule(
+        charge_tokens=st.integers(0, 60),
+        resident_tokens=st.integers(0, 60),
+        session=st.integers(0, 5),
+        tenant=st.integers(0, 2),
+        wait_seconds=st.floats(0, 5),
+    )
+    def offer(self, charge_tokens: int, resident_tokens: int, session: int, tenant: int, wait_seconds: float) -> None:
+        self.pass_time(wait_seconds)
         self.num_offers += 1
         name = f"r{self.num_offers}"
-        answer = self.policy.offer(AdmissionRequest(name, f"s{session}", charge_tokens), self.now)
+        request = AdmissionRequest(name, f"s{session}", charge_tokens, resident_tokens, tenant=f"t{tenant}")
+        self.requests[name] = request
+        answer = self.policy.offer(request, self.now)
         if isinstance(answer, Refusal):
             assert len(self.waiting) == self.max_waiting
             return
@@ -163,27 +180,73 @@ class Policies(RuleBasedStateMachine):
         del self.waiting[name]
         self.take(self.policy.withdraw(name, self.now))
 
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), num_avoidable_tokens=st.integers(0, 1000))
+    def hear_of_a_turn(self, data: st.DataObject, num_avoidable_tokens: int) -> None:
+        ticket = self.running[data.draw(st.sampled_from(sorted(self.running)))]
+        self.take(self.policy.prefilled(ticket, self.now))
+        self.take(self.policy.answered(ticket, 1000, num_avoidable_tokens, self.now))
+
+    @rule(session=st.integers(0, 5))
+    def end_a_session(self, session: int) -> None:
+        self.take(self.policy.session_ended(f"s{session}", self.now))
+
     @rule(seconds=st.floats(0, 100))
     def wait(self, seconds: float) -> None:
-        self.now += seconds
-        self.take(self.policy.due(self.now))
+        self.pass_time(seconds)
+
+    @invariant()
+    def the_budget_is_exceeded_by_one_request_at_most(self) -> None:
+        footprints = [self.requests[name].footprint_tokens for name in self.running]
+        budget = self.policy.state().budget_tokens
+        assert not footprints or budget is None or sum(footprints) - max(footprints) < budget
+
+    @invariant()
+    def nobody_who_waits_is_forgotten(self) -> None:
+        waiting = {entry.request.id for entry in self.policy.waiting()}
+        assert waiting == set(self.waiting)
+        assert not waiting or self.running or self.policy.due_seconds is not None
 
     @invariant()
     def the_books_agree(self) -> None:
-        self.book.check_integrity()
+        self.policy.check_integrity()
         assert self.book.num_tickets == len(self.running) <= self.max_running
         assert self.book.charged_tokens == sum(ticket.charge_tokens for ticket in self.running.values())
         assert self.policy.num_waiting == len(self.waiting)
 
     def teardown(self) -> None:
-        while self.running:
-            self.take(self.policy.returned(self.running.pop(next(iter(self.running))), self.now))
+        for _ in range(1000):
+            if self.running:
+                self.take(self.policy.returned(self.running.pop(next(iter(self.running))), self.now))
+            elif self.waiting:
+                assert self.policy.due_seconds is not None
+                self.pass_time(self.policy.due_seconds - self.now)
         assert not self.waiting
         assert (self.book.num_tickets, self.book.charged_tokens, self.book.num_sessions) == (0, 0, 0)
 
 
+class KvBudget(Policies):
+    name = "kv_budget"
+
+
+class PrefixFirst(Policies):
+    name = "prefix_first"
+
+
+class WorkingSet(Policies):
+    name = "working_set"
+
+
+QUICK = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
 TestFcfs = Policies.TestCase
 TestFcfs.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestKvBudget = KvBudget.TestCase
+TestKvBudget.settings = QUICK
+TestPrefixFirst = PrefixFirst.TestCase
+TestPrefixFirst.settings = QUICK
+TestWorkingSet = WorkingSet.TestCase
+TestWorkingSet.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
 
 
 def test_every_policy_has_a_state_machine() -> None:

@@ -58,6 +58,7 @@ def test_chunk_keys_are_those_of_whole_chunks() -> None:
     assert list(chunk_keys(blocks, 1)) == blocks
 
 
+@pytest.mark.case("KVM-10")
 def test_a_chunk_is_a_hit_only_where_every_rank_has_it() -> None:
     chunks = ChunkSet(num_ranks=2)
     keys = [b"a", b"b", b"c"]
@@ -73,6 +74,7 @@ def test_a_chunk_is_a_hit_only_where_every_rank_has_it() -> None:
     assert chunks.match(keys) == 1
 
 
+@pytest.mark.case("KVM-10")
 @given(
     st.lists(st.tuples(st.sampled_from(["store", "remove"]), st.sampled_from([b"a", b"b", b"c", b"d"]), st.sampled_from([None, 0, 1, 2]))),
 )

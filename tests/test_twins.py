@@ -159,6 +159,7 @@ def computed_tokens(replies: list[Reply]) -> list[int]:
     return sorted((usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"] for usage in usages), reverse=True)
 
 
+@pytest.mark.case("SES-06")
 @pytest.mark.parametrize("twin_blocks", [8, 0])
 async def test_four_twins_compute_a_cold_head_once(renderer: FormatRenderer, model_folder: Path, twin_blocks: int) -> None:
     kv = KvModel(num_blocks=4096, block_size=128, prefill_tokens_per_second=40_000, max_num_batched_tokens=16_384)
@@ -201,6 +202,7 @@ async def test_a_client_that_leaves_while_its_twin_computes_never_reaches_the_en
         assert_nothing_is_held(served)
 
 
+@pytest.mark.case("SES-06")
 @pytest.mark.parametrize("twin_blocks", [8, 0])
 async def test_four_twins_on_a_real_engine_compute_a_cold_head_once(engine: RealEngine, twin_blocks: int) -> None:
     events = {"engine_events": engine.events_endpoint, "engine_events_replay": engine.replay_endpoint}

@@ -9,7 +9,16 @@ from typing import Any
 
 import msgspec
 import torch
-from vllm.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -42,8 +51,8 @@ def _model_folder(folder: Path, **changes: object) -> str:
     return str(folder)
 
 
-def make_scheduler(options: EngineOptions, folder: Path) -> Scheduler:
-    """The scheduler that vLLM would build for these options."""
+def make_scheduler(options: EngineOptions, folder: Path, transfer: dict[str, Any] | None = None) -> Scheduler:
+    """The scheduler that vLLM would build for these options, with `transfer` as its --kv-transfer-config."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     model = ModelConfig(model=_model_folder(folder / "model"), skip_tokenizer_init=True, dtype="float32", seed=0)
     parallel = ParallelConfig()
@@ -72,6 +81,7 @@ def make_scheduler(options: EngineOptions, folder: Path) -> Scheduler:
             async_scheduling=False,
         ),
         cache_config=CacheConfig(block_size=options.block_size, enable_prefix_caching=True),
+        kv_transfer_config=KVTransferConfig(**transfer) if transfer is not None else None,
     )
     num_blocks = options.num_blocks + 1  # the null block
     config.cache_config.num_gpu_blocks = num_blocks
@@ -103,10 +113,18 @@ class VllmReplay:
         self._output_token: dict[str, int] = {}
         self._requests: dict[str, Any] = {}
 
-    def add(self, number: int, token_ids: list[int], num_output_tokens: int, output_token: int) -> None:
-        params = SamplingParams(max_tokens=num_output_tokens, ignore_eos=True)
+    def add(
+        self,
+        number: int,
+        token_ids: list[int],
+        num_output_tokens: int,
+        output_token: int,
+        session_id: str | None = None,
+        xargs: dict[str, Any] | None = None,
+    ) -> None:
+        params = SamplingParams(max_tokens=num_output_tokens, ignore_eos=True, extra_args=xargs)
         params.update_from_generation_config({}, None)
-        request = Request(str(number), token_ids, params, None, block_hasher=self._hasher)
+        request = Request(str(number), token_ids, params, None, block_hasher=self._hasher, session_id=session_id)
         self._output_token[str(number)] = output_token
         self._requests[str(number)] = request
         self.scheduler.add_request(request)

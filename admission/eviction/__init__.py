@@ -25,8 +25,8 @@ EVICTION_POLICIES: dict[str, PolicyChoice] = {
     "s3fifo": PolicyChoice(S3FifoParameters, s3fifo),
     "sieve": PolicyChoice(SieveParameters, sieve),
     "gdsf": PolicyChoice(GdsfParameters, gdsf),
-    "ttl": PolicyChoice(TtlParameters, ttl, needs_returns=True),
-    "dead_first": PolicyChoice(DeadFirstParameters, dead_first),
-    "class_hazard": PolicyChoice(ClassHazardParameters, class_hazard, needs_returns=True),
+    "ttl": PolicyChoice(TtlParameters, ttl, needs_returns=True, reads_fates=True),
+    "dead_first": PolicyChoice(DeadFirstParameters, dead_first, reads_fates=True),
+    "class_hazard": PolicyChoice(ClassHazardParameters, class_hazard, needs_returns=True, reads_fates=True),
     "farthest_next_use": PolicyChoice(FarthestNextUseParameters, farthest_next_use, needs_future=True),
 }

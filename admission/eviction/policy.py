@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from admission.choice import Knob as Knob
+
 
 class Fate(StrEnum):
     """What is known of an extent's future. Everything but `LIVE` is believed dead: nobody is expected to ask for it again."""
@@ -53,17 +55,6 @@ class Extent:
     """How long after `freed_seconds` the priority holds. None: always."""
     protected: bool = False
     """On the path of a waiting request: goes only when nothing else is left."""
-
-
-@dataclass(frozen=True, slots=True)
-class Knob:
-    """What a parameter of a policy may be: from this its check, its row in the docs and the tuner's search space derive."""
-
-    low: float
-    high: float
-    about: str
-    log: bool = False
-    """Whether a search steps by ratios rather than by differences."""
 
 
 class ReturnHazard(Protocol):

@@ -1,13 +1,16 @@
-"""Admission policies by name. A new one is a file here and a line in the table; `admission.requests.AdmissionPolicy` is the contract."""
+"""Admission policies by name. A new one is a file here and a line in the table; `admission.policies.rule.Rule` is the contract."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from admission.policies.choice import AdmissionChoice
+from admission.policies.fcfs import FcfsParameters, fcfs
+from admission.policies.kv_budget import KvBudgetParameters, kv_budget
+from admission.policies.prefix_first import PrefixFirstParameters, prefix_first
+from admission.policies.working_set import WorkingSetParameters, working_set
 
-from admission.policies.fcfs import FirstComeFirstServed
-from admission.requests import AdmissionPolicy, Limits
-from admission.tickets import TicketBook
-
-ADMISSION_POLICIES: dict[str, Callable[[TicketBook, Limits], AdmissionPolicy]] = {
-    "fcfs": FirstComeFirstServed,
+ADMISSION_POLICIES: dict[str, AdmissionChoice] = {
+    "fcfs": AdmissionChoice(FcfsParameters, fcfs),
+    "kv_budget": AdmissionChoice(KvBudgetParameters, kv_budget),
+    "prefix_first": AdmissionChoice(PrefixFirstParameters, prefix_first),
+    "working_set": AdmissionChoice(WorkingSetParameters, working_set),
 }

@@ -6,8 +6,8 @@ from typing import Any
 
 from agentserve.divergence import Divergence
 from agentserve.heads import HeadBreak
+from agentserve.plans import Outcome, Plan
 from agentserve.sessions import TurnKind
-from agentserve.turns import Outcome, Plan
 
 
 def describe_divergence(divergence: Divergence | None) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ from agentserve.dialects.blocks import Block, BlockCutter, Change, Closed, Grown
 from agentserve.dialects.sse import named_event
 from agentserve.divergence import Difference
 from agentserve.errors import AgentserveError
-from agentserve.turns import Outcome, Plan, PromptChange
+from agentserve.plans import Outcome, Plan, PromptChange
 from model.chat import Delta
 
 STOP_REASONS: dict[str, str] = {"length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}

@@ -1,4 +1,5 @@
-"""Conversations with media, brought to the chat form that engines take. Each function gives None where there are no media.
+"""Conversations with media, brought to the chat form that engines take. Each function gives None where there are no media, unless
+conversations `always` go that way.
 
 Looking for a media type costs one search of the bytes; only where one is named are the messages decoded whole. Images keep their place in
 the user's text. Those in a tool's result follow it in a message of the user's, as chat has no other place for them.
@@ -26,14 +27,14 @@ def hints_at_media(body: bytes, types: Sequence[str]) -> bool:
     return any(f'"{name}"'.encode() in body for name in types)
 
 
-def chat_media(messages: Sequence[msgspec.Raw]) -> list[Json] | None:
+def chat_media(messages: Sequence[msgspec.Raw], *, always: bool = False) -> list[Json] | None:
     """The messages of a chat, as they are."""
-    return _decoded(messages, CHAT_TYPES)
+    return _decoded(messages, CHAT_TYPES, always)
 
 
-def messages_media(system: msgspec.Raw, messages: Sequence[msgspec.Raw]) -> list[Json] | None:
+def messages_media(system: msgspec.Raw, messages: Sequence[msgspec.Raw], *, always: bool = False) -> list[Json] | None:
     """The messages of Anthropic's dialect. Raises Unsupported for media that chat has no form for."""
-    found = _decoded(messages, MESSAGES_TYPES)
+    found = _decoded(messages, MESSAGES_TYPES, always)
     if found is None:
         return None
     head = msgspec.json.decode(system) if bytes(system) else None
@@ -46,9 +47,9 @@ def messages_media(system: msgspec.Raw, messages: Sequence[msgspec.Raw]) -> list
     return chat
 
 
-def responses_media(instructions: str | None, items: Iterable[bytes]) -> list[Json] | None:
+def responses_media(instructions: str | None, items: Iterable[bytes], *, always: bool = False) -> list[Json] | None:
     """The items of the Responses dialect. Raises Unsupported for media that chat has no form for."""
-    found = _decoded([msgspec.Raw(item) for item in items], RESPONSES_TYPES)
+    found = _decoded([msgspec.Raw(item) for item in items], RESPONSES_TYPES, always)
     if found is None:
         return None
     chat: list[Json] = [{"role": "system", "content": instructions}] if instructions else []
@@ -65,11 +66,11 @@ def responses_media(instructions: str | None, items: Iterable[bytes]) -> list[Js
     return chat
 
 
-def _decoded(raws: Sequence[msgspec.Raw], types: Sequence[str]) -> list[Json] | None:
-    if not any(hints_at_media(bytes(raw), types) for raw in raws):
+def _decoded(raws: Sequence[msgspec.Raw], types: Sequence[str], always: bool) -> list[Json] | None:
+    if not always and not any(hints_at_media(bytes(raw), types) for raw in raws):
         return None
     decoded = [msgspec.json.decode(raw) for raw in raws]
-    return decoded if any(_holds(message, types) for message in decoded) else None
+    return decoded if always or any(_holds(message, types) for message in decoded) else None
 
 
 def _holds(message: Json, types: Sequence[str]) -> bool:

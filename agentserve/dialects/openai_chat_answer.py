@@ -12,7 +12,7 @@ from agentserve.dialects.account import account
 from agentserve.dialects.errors import error_body
 from agentserve.dialects.logprob_form import written
 from agentserve.errors import AgentserveError
-from agentserve.turns import Outcome, Plan
+from agentserve.plans import Outcome, Plan
 from model.chat import CallArguments, CallStart, Delta, ReasoningDelta, TextDelta
 from model.conversation import AssistantItem
 

@@ -14,7 +14,7 @@ from agentserve.dialects.logprob_form import written
 from agentserve.dialects.responses import ResponsesRequest
 from agentserve.dialects.sse import named_event
 from agentserve.errors import AgentserveError
-from agentserve.turns import Outcome, Plan
+from agentserve.plans import Outcome, Plan
 from model.chat import Delta, TokenLogprob
 
 KEEP_ALIVE = b": keep-alive\n\n"

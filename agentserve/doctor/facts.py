@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentserve.doctor.launch import as_json, find, options
+from agentserve.engines.plugin.options import CONNECTOR
 from agentserve.engines.prometheus import samples
 
 
@@ -81,7 +82,17 @@ class EngineFacts:
 
     @property
     def connectors(self) -> list[dict[str, Any]] | None:
-        """The KV connectors, those inside a MultiConnector too; None if nobody says."""
+        """The KV connectors that move KV, those inside a MultiConnector too; None if nobody says."""
+        configured = self._configured
+        return None if configured is None else [one for one in configured if one["kv_connector"] != CONNECTOR]
+
+    @property
+    def eviction_plugin(self) -> dict[str, Any] | None:
+        """The connector that carries the eviction plugin; None if there is none, or nobody says."""
+        return next((one for one in self._configured or () if one["kv_connector"] == CONNECTOR), None)
+
+    @property
+    def _configured(self) -> list[dict[str, Any]] | None:
         told = self.told_json("kv-transfer-config")
         if told is None:
             return None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from agentserve.doctor import hashing, model, offload, reporting, sizing
+from agentserve.doctor import hashing, model, offload, plugin, reporting, sizing
 from agentserve.doctor.facts import Facts
 from agentserve.doctor.verdict import Check, State, Verdict
 
-DOCTOR_CHECKS: dict[str, Check] = {check.name: check for part in (reporting, sizing, hashing, offload, model) for check in part.CHECKS}
+DOCTOR_CHECKS: dict[str, Check] = {
+    check.name: check for part in (reporting, sizing, hashing, offload, plugin, model) for check in part.CHECKS
+}
 
 
 def examine(facts: Facts) -> dict[str, Verdict]:

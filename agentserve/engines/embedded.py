@@ -15,11 +15,12 @@ import structlog
 
 from agentserve.engines import ChatChunk, ChatRequest, Chunk, EngineInfo, GenerateRequest
 from agentserve.engines.child import end, free_port, spawn
+from agentserve.engines.own_plugin import plugin_environment
 from agentserve.engines.vllm import VllmEngine
-from agentserve.engines.vllm_command import EmbeddedOptions, vllm_command
+from agentserve.engines.vllm_command import EMBEDDED_MODELS, NANO_M3, EmbeddedOptions, vllm_command
 from agentserve.engines.vllm_log import excerpt, stage
 from agentserve.errors import EngineError, EngineUnavailable, SetupError
-from model.nano import make_nano, nano_is_complete
+from model.nano import nano_is_complete
 
 WHAT_IS_REAL: Final = (
     "Embedded engine: vLLM on the CPU with a generated nano model.\n"
@@ -51,7 +52,7 @@ class EmbeddedEngine:
     def __init__(self, options: EmbeddedOptions, *, progress: Callable[[str], None]) -> None:
         self._options = options
         self._progress = progress
-        self._model_folder = options.cache_folder / "nano"
+        self._model_folder = options.cache_folder / options.model
         # Not in the cache folder: a socket's path may have about 100 characters, and two servers may share the cache.
         self._run_folder = Path(tempfile.mkdtemp(prefix="agentserve-"))
         self._num_launches = 0
@@ -77,6 +78,10 @@ class EmbeddedEngine:
     def model_folder(self) -> Path:
         """The generated model: its tokenizer and chat template are what the engine uses."""
         return self._model_folder
+
+    @property
+    def _needs_plugin(self) -> bool:
+        return self._options.model == NANO_M3 or self._options.plugin is not None
 
     @property
     def log_path(self) -> Path:
@@ -142,9 +147,9 @@ class EmbeddedEngine:
     async def _make_model(self) -> None:
         if nano_is_complete(self._model_folder):
             return
-        self._progress(f"generating the nano model in {self._model_folder} (once)")
+        self._progress(f"generating the {self._options.model} model in {self._model_folder} (once)")
         self._model_folder.parent.mkdir(parents=True, exist_ok=True)
-        await asyncio.to_thread(make_nano, self._model_folder)
+        await asyncio.to_thread(EMBEDDED_MODELS[self._options.model], self._model_folder)
 
     async def _launch(self) -> None:
         """Start the process and wait until it answers. Raises `SetupError`, with the process gone, where it does not."""
@@ -154,6 +159,7 @@ class EmbeddedEngine:
             self._options,
             events_endpoint=self.events_endpoint,
             replay_endpoint=self.replay_endpoint,
+            variables=plugin_environment(self._run_folder) if self._needs_plugin else {},
         )
         self._num_launches += 1
         self._process = await spawn(command, self.log_path)

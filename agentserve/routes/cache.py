@@ -15,6 +15,7 @@ from agentserve.records import TurnRecord
 from agentserve.replicas import Replica
 from agentserve.routes.sessions import describe_totals, find
 from agentserve.server import Server
+from agentserve.sessions import Namespace
 from prefix_cache.mirror import Mirror
 
 DEFAULT_TURNS = 100
@@ -28,8 +29,7 @@ def router(server: Server) -> APIRouter:
     @routes.get("/v1/cache")
     async def cache(request: Request) -> Response:
         namespace = server.namespace(request.headers)
-        engines = [describe_engine(replica) for replica in server.replicas]
-        return json_response({"object": "cache", "hits": describe_totals(namespace.totals), "engines": engines})
+        return json_response(describe_cache(server, namespace))
 
     @routes.get("/v1/sessions/{session_id:path}/turns")
     async def turns(request: Request, session_id: str) -> Response:
@@ -41,6 +41,13 @@ def router(server: Server) -> APIRouter:
         return json_response({"object": "list", "data": data, "has_more": len(page) > len(shown)})
 
     return routes
+
+
+def describe_cache(server: Server, namespace: Namespace) -> dict[str, Any]:
+    """What the cache did for a caller, who may start, and the engines."""
+    engines = [describe_engine(replica) for replica in server.replicas]
+    admission = server.policies.describe_admission()
+    return {"object": "cache", "hits": describe_totals(namespace.totals), "admission": admission, "engines": engines}
 
 
 def describe_turn(record: TurnRecord) -> dict[str, Any]:

@@ -32,6 +32,7 @@ def router(server: Server) -> APIRouter:
     """The chat route over `server`."""
     routes = APIRouter()
     bodies = KnownBodies()
+    whole = server.passes_through
 
     async def chat_completions(request: Request) -> Response:
         started = time.monotonic()
@@ -55,7 +56,11 @@ def router(server: Server) -> APIRouter:
         writer = ChatAnswer(f"chatcmpl-{token_hex(12)}", server.model_name, created, include_usage=include_usage)
         wanted = options(chat)
         choices = writer if wanted.num_choices > 1 else None
-        messages = chat_media(conversation.whole().messages) if onto is None and hints_at_media(body, CHAT_TYPES) else None
+        messages = (
+            chat_media(conversation.whole().messages, always=whole)
+            if onto is None and (whole or hints_at_media(body, CHAT_TYPES))
+            else None
+        )
         media = MediaChat(messages, conversation.whole().tools()) if messages is not None else None
         mark = mark_of(request.headers, namespace.name, request.url.path, identity.session, body)
         asked = TurnRequest(conversation, wanted, identity, bool(chat.stream), started, onto, choices, mark, media)

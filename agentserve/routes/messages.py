@@ -38,7 +38,9 @@ def router(server: Server) -> APIRouter:
         identity = grouped(identify(request.headers, body_session(messages)), client_session(messages) or messages.prompt_cache_key)
         mark = mark_of(request.headers, namespace.name, request.url.path, identity.session, body)
         conversation = MessagesConversation(messages)
-        parts = messages_media(messages.system, messages.messages) if hints_at_media(body, MESSAGES_TYPES) else None
+        whole = server.passes_through
+        may_hold = whole or hints_at_media(body, MESSAGES_TYPES)
+        parts = messages_media(messages.system, messages.messages, always=whole) if may_hold else None
         media = MediaChat(parts, conversation.tools()) if parts is not None else None
         answer_id = f"msg_{token_hex(12)}"
         asked = TurnRequest(conversation, options(messages, answer_id), identity, bool(messages.stream), started, mark=mark, media=media)

@@ -22,10 +22,10 @@ from agentserve.dialects.sampling import body_session
 from agentserve.headers import json_response
 from agentserve.identity import grouped, identify
 from agentserve.media import MediaChat
+from agentserve.plans import Plan
 from agentserve.routes.run import TurnRequest, answer
 from agentserve.server import Server
 from agentserve.sessions import Namespace
-from agentserve.turns import Plan
 
 
 def router(server: Server) -> APIRouter:
@@ -50,7 +50,8 @@ def router(server: Server) -> APIRouter:
         keeping = Keeping(server, namespace, asked, own, previous)
         writer = ResponsesAnswer(asked, token_hex(NUMBER_DIGITS // 2), server.model_name, int(datetime.now(UTC).timestamp()), keeping.keep)
         mark = mark_of(request.headers, namespace.name, request.url.path, identity.session, body)
-        parts = responses_media(asked.instructions, (*(previous.history() if previous else ()), *own))
+        history = (*(previous.history() if previous else ()), *own)
+        parts = responses_media(asked.instructions, history, always=server.passes_through)
         media = MediaChat(parts, conversation.tools()) if parts is not None else None
         turn = TurnRequest(
             conversation, options(asked), identity, bool(asked.stream), started, mark=mark, media=media, settled=keeping.settled

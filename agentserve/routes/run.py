@@ -20,10 +20,11 @@ from agentserve.headers import EVENT_STREAM, JSON, plan_headers, write_json
 from agentserve.identity import Identity
 from agentserve.ledger import Node
 from agentserve.media import MediaChat, MediaTurn
+from agentserve.plans import Outcome, Plan
 from agentserve.routes.choices import generate_choices
 from agentserve.server import Server
 from agentserve.sessions import Namespace
-from agentserve.turns import Outcome, Plan, Turn
+from agentserve.turns import Turn
 from model.chat import Delta
 
 _log = structlog.get_logger(__name__)

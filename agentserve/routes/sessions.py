@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request, Response
 
 from agentserve.errors import NotFound
 from agentserve.headers import json_response
+from agentserve.retention import Standing
 from agentserve.server import Server
 from agentserve.sessions import Session
 from prefix_cache.hits import HitTotals
@@ -20,11 +21,14 @@ def router(server: Server) -> APIRouter:
     @routes.get("/v1/sessions")
     async def sessions(request: Request) -> Response:
         namespace = server.namespace(request.headers)
-        return json_response({"object": "list", "data": [describe(session) for session in reversed(namespace.sessions.values())]})
+        standing = server.turns.retention.standing
+        data = [describe(session, standing(namespace, session)) for session in reversed(namespace.sessions.values())]
+        return json_response({"object": "list", "data": data})
 
     @routes.get("/v1/sessions/{session_id:path}")
     async def session(request: Request, session_id: str) -> Response:
-        return json_response(describe(find(server, request, session_id)))
+        found = find(server, request, session_id)
+        return json_response(describe(found, server.turns.retention.standing(server.namespace(request.headers), found)))
 
     @routes.delete("/v1/sessions/{session_id:path}")
     async def end_session(request: Request, session_id: str) -> Response:
@@ -32,6 +36,9 @@ def router(server: Server) -> APIRouter:
         found = namespace.sessions.get(session_id)
         if found is not None:
             namespace.forget(found)
+            server.turns.retention.end_said(namespace, session_id)
+            if server.turns.capture is not None:
+                server.turns.capture.end(session_id, namespace.name)
         was_stored = stored is not None and await stored.delete(namespace, session_id)
         if found is None and not was_stored:
             raise _unknown(session_id)
@@ -40,13 +47,18 @@ def router(server: Server) -> APIRouter:
     return routes
 
 
-def describe(session: Session) -> dict[str, Any]:
-    """A session as JSON."""
+def describe(session: Session, standing: Standing) -> dict[str, Any]:
+    """A session as JSON; what is not known is null."""
     return {
         "object": "session",
         "id": session.id,
         "parent": session.parent,
         "running_turns": session.running,
+        "waiting_turns": standing.num_waiting,
+        "phase": standing.phase,
+        "return_class": standing.return_class,
+        "expected_return_seconds": None if standing.expected_seconds is None else round(standing.expected_seconds, 1),
+        "has_place": standing.is_member,
         "turns": session.num_turns,
         "turns_by_kind": {kind.value: count for kind, count in session.num_by_kind.items()},
         "context_tokens": max((tip.end for tip in session.tips), default=0),

@@ -9,6 +9,7 @@ from model.chat import ChatFormat
 from model.chat.jinja_proof import load_jinja_format
 from model.chat.jinja_template import NoTemplate
 from model.chat.minimax_m3 import MiniMaxM3Format
+from model.chat.passthrough import PassThrough
 from model.tokenizer import MissingControlToken, Tokenizer
 
 CHAT_FORMATS: dict[str, Callable[[Tokenizer], ChatFormat]] = {
@@ -48,10 +49,12 @@ def detect_chat_format(tokenizer: Tokenizer, folder: Path | None = None) -> Chat
 
 def chat_format(name: str, tokenizer: Tokenizer, folder: Path) -> ChatFormat:
     """The format of this name, "auto" for the one that fits. Raises as `detect_chat_format` does, and for a name that is not known."""
+    if name == PassThrough.name:
+        return PassThrough()
     if name == "auto":
         return detect_chat_format(tokenizer, folder)
     if name in CHAT_FORMATS:
         return CHAT_FORMATS[name](tokenizer)
     if name in FOLDER_FORMATS:
         return FOLDER_FORMATS[name](tokenizer, folder)
-    raise UnknownChatFormat(f"unknown chat format {name!r}; known: auto, {', '.join((*CHAT_FORMATS, *FOLDER_FORMATS))}")
+    raise UnknownChatFormat(f"unknown chat format {name!r}; known: auto, {', '.join((*CHAT_FORMATS, *FOLDER_FORMATS, PassThrough.name))}")

@@ -80,6 +80,46 @@ def config_from_json(parsed: Mapping[str, Any]) -> M3Config:
     return config
 
 
+def config_to_json(shape: M3Config, max_model_len: int, dtype: str = "bfloat16") -> dict[str, Any]:
+    """A config.json of these sizes, as the checkpoint has it: the text backbone inside the configuration of the model that also sees."""
+    frequencies = [0] * shape.num_dense_layers + [1] * shape.num_sparse_layers
+    text = {
+        "architectures": ["MiniMaxM3SparseForCausalLM"],
+        "model_type": "minimax_m3_text",
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.expert_intermediate_size,
+        "dense_intermediate_size": shape.dense_intermediate_size,
+        "shared_intermediate_size": shape.expert_intermediate_size,
+        "num_hidden_layers": shape.num_hidden_layers,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_key_value_heads": shape.num_key_value_heads,
+        "head_dim": shape.head_dim,
+        "rotary_dim": shape.rotary_dim,
+        "partial_rotary_factor": shape.rotary_dim / shape.head_dim,
+        "max_position_embeddings": max_model_len,
+        "rms_norm_eps": 1e-6,
+        "num_local_experts": shape.num_local_experts,
+        "num_experts_per_tok": shape.num_experts_per_tok,
+        "n_shared_experts": shape.num_shared_experts,
+        "moe_layer_freq": frequencies,
+        "sparse_attention_config": {
+            "use_sparse_attention": True,
+            "sparse_index_dim": shape.index_dim,
+            "sparse_num_index_heads": shape.num_index_heads,
+            "sparse_topk_blocks": shape.topk_blocks,
+            "sparse_block_size": shape.block_size,
+            "sparse_disable_index_value": frequencies,
+            "sparse_score_type": "max",
+            "sparse_init_block": shape.num_init_blocks,
+            "sparse_local_block": shape.num_local_blocks,
+            "sparse_attention_freq": frequencies,
+        },
+        "dtype": dtype,
+    }
+    return {"architectures": text["architectures"], "model_type": "minimax_m3_vl", "text_config": text, "dtype": dtype}
+
+
 def _num_dense(frequencies: list[int]) -> int:
     num_dense = len(frequencies) - sum(map(bool, frequencies))
     if any(frequencies[:num_dense]):

@@ -210,20 +210,27 @@ def _reuse_configured(facts: EngineFacts) -> Word:
     overrides = overrides if isinstance(overrides, Mapping) else {}
     nested = overrides.get("text_config", {})
     if _asks_for_reuse(nested):
-        return Word(True, f"1 of {nested['index_topk_freq']} sparse layers chooses")
+        leaders = nested.get("index_topk_leaders")
+        return Word(True, f"{len(set(leaders))} of {len(leaders)} sparse layers choose" if leaders else _period(nested))
     if _asks_for_reuse(overrides):
         return Word(False, "asked for at the top level, where the text backbone does not see it: nest it under text_config")
     return Word(False, "not asked for")
 
 
 def _asks_for_reuse(overrides: object) -> bool:
-    return isinstance(overrides, Mapping) and bool(overrides.get("use_index_cache")) and int(overrides.get("index_topk_freq") or 1) > 1
+    if not isinstance(overrides, Mapping) or not overrides.get("use_index_cache"):
+        return False
+    return bool(overrides.get("index_topk_leaders")) or int(overrides.get("index_topk_freq") or 1) > 1
+
+
+def _period(overrides: Mapping[str, Any]) -> str:
+    return f"1 of {overrides['index_topk_freq']} sparse layers chooses"
 
 
 def _reuse_executed(facts: EngineFacts) -> Word:
-    """Fewer indexer than sparse-attention launches in a trace. Both families are named in vLLM's M3 kernels."""
+    """Fewer indexer than sparse-attention launches in a trace, or the plugin's line. Both families are named in vLLM's M3 kernels."""
     if not facts.kernels:
-        return NOT_SHOWN
+        return _logged(r"index reuse ran: \d+ of \d+ sparse layers chose")(facts)
     chosen = sum(times for name, times in facts.kernels.items() if re.search(r"index.*(score|topk)", name, re.IGNORECASE))
     attended = sum(
         times for name, times in facts.kernels.items() if re.search(r"sparse_(attn|attention|decode|prefill)", name, re.IGNORECASE)

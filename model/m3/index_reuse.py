@@ -6,11 +6,14 @@ and, slightly, the answers: results with and without it are never put side by si
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from model.m3.config import M3Config
 from model.m3.dtypes import Dtype
+
+GUARD_THRESHOLDS = tuple(share / 20 for share in range(8, 20))
+"""Least overlaps that a guarded plan tries: 0.40 to 0.95."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,25 @@ def measured_plan(overlap: Sequence[Sequence[float]], least_overlap: float, long
         follows = leaders and ordinal - leader <= longest and row[leader] >= least_overlap
         leaders.append(leader if follows else ordinal)
     return ReusePlan(tuple(leaders))
+
+
+def guarded_plan(
+    overlap: Sequence[Sequence[float]],
+    longest: int,
+    is_accurate: Callable[[ReusePlan], bool],
+    thresholds: Sequence[float] = GUARD_THRESHOLDS,
+) -> ReusePlan:
+    """The most reuse by measured overlap that `is_accurate` lets pass: thresholds are tried from the loosest on. None does: no reuse.
+
+    `is_accurate` runs the model under a plan and compares its answers with those of no reuse: overlap alone says nothing of them.
+    """
+    tried: set[ReusePlan] = set()
+    for threshold in sorted(thresholds):
+        plan = measured_plan(overlap, threshold, longest)
+        if plan not in tried and (plan.is_off or is_accurate(plan)):
+            return plan
+        tried.add(plan)
+    return fixed_plan(len(overlap))
 
 
 @dataclass(frozen=True, slots=True)

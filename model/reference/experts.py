@@ -41,17 +41,26 @@ def swiglu_oai(gate: Tensor, up: Tensor, rule: ExpertRule) -> Tensor:
     return gate * torch.sigmoid(rule.alpha * gate) * (up + rule.beta)
 
 
-def route(hidden: Tensor, weights: ExpertWeights, rule: ExpertRule) -> tuple[Tensor, Tensor]:
-    """Chosen experts and their weights: [tokens, top k] each. The bias decides who is chosen, not how much they count."""
+def router_scores(hidden: Tensor, weights: ExpertWeights) -> tuple[Tensor, Tensor]:
+    """How much each expert would count, and by what it is ranked: [tokens, experts] each."""
     scores = torch.sigmoid(hidden.float() @ weights.router.float().T)
-    chosen = (scores + weights.bias.float()).topk(rule.top_k, -1).indices
+    return scores, scores + weights.bias.float()
+
+
+def route(hidden: Tensor, weights: ExpertWeights, rule: ExpertRule, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Chosen experts and their weights: [tokens, top k] each. The bias decides who is chosen, not how much they count.
+
+    `chosen`: experts that are to be taken instead of the best.
+    """
+    scores, ranked = router_scores(hidden, weights)
+    chosen = ranked.topk(rule.top_k, -1).indices if chosen is None else chosen
     shares = scores.gather(-1, chosen)
     return chosen, shares / shares.sum(-1, keepdim=True) * rule.routed_scale
 
 
-def experts(hidden: Tensor, weights: ExpertWeights, rule: ExpertRule) -> Tensor:
-    """Routed experts plus the shared one as a layer of its own: [tokens, hidden]."""
-    chosen, shares = route(hidden, weights, rule)
+def experts(hidden: Tensor, weights: ExpertWeights, rule: ExpertRule, chosen: Tensor | None = None) -> Tensor:
+    """Routed experts plus the shared one as a layer of its own: [tokens, hidden]. `chosen`: as in `route`."""
+    chosen, shares = route(hidden, weights, rule, chosen)
     routed = _mix(hidden, chosen, shares, weights.gate_up, weights.down, rule)
     return (routed + _expert(hidden, weights.shared_gate_up, weights.shared_down, rule)).to(hidden.dtype)
 

@@ -38,10 +38,14 @@ class Branch:
     """How deep the newest prompt of each live stream reaches."""
     ended: bool = False
     """The last claim went because its stream ended, not because it moved on."""
+    last_claim: int | None = None
+    """The stream that claimed it last, also after its end."""
     sent: int = 0
     """Blocks before this depth stood in some prompt."""
     computed: int = 0
     """Blocks before this depth were computed at some time."""
+    evictions: list[tuple[int, int, float]] = field(default_factory=list)
+    """(from, to, when) of blocks that left the pool and were not asked for since, the shallowest last."""
 
     def __post_init__(self) -> None:
         self.resident = self.sent = self.computed = self.start

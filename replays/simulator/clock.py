@@ -22,16 +22,19 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
         self.stopped = False
-        self._planned: list[tuple[float, int, int, Callable[[], None]]] = []
+        self._planned: list[tuple[float, int, int, bool, Callable[[], None]]] = []
         self._sequence = 0
+        self._num_awaited = 0
 
-    def at(self, time: float, do: Callable[[], None], rank: Rank = Rank.ARRIVAL) -> None:
-        """Plan `do` for `time`, or for now where that has passed."""
+    def at(self, time: float, do: Callable[[], None], rank: Rank = Rank.ARRIVAL, *, awaited: bool = True) -> None:
+        """Plan `do` for `time`, or for now where that has passed. What is not `awaited` keeps nothing going: it may never come."""
         self._sequence += 1
-        heapq.heappush(self._planned, (max(time, self.now), rank, self._sequence, do))
+        self._num_awaited += awaited
+        heapq.heappush(self._planned, (max(time, self.now), rank, self._sequence, awaited, do))
 
     def run(self) -> None:
-        """Until nothing is planned or `stopped` is set."""
-        while self._planned and not self.stopped:
-            self.now, _, _, do = heapq.heappop(self._planned)
+        """Until nothing is awaited or `stopped` is set."""
+        while self._num_awaited and not self.stopped:
+            self.now, _, _, awaited, do = heapq.heappop(self._planned)
+            self._num_awaited -= awaited
             do()

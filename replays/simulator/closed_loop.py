@@ -6,45 +6,13 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from replays.plan import PlannedCall
-from replays.play import TreePlay
-from replays.simulator.chains import Branch, BranchSet
+from replays.plan import PlannedCall, TreePlan
+from replays.simulator.chains import Branch
 from replays.simulator.clock import Clock, Rank
+from replays.simulator.loop import LoopOptions, Play, Plays, call_of
 from replays.simulator.outcomes import Outcome
 from replays.simulator.scripts import Script
-from replays.simulator.server import Call, Server, path_of
-
-_STREAMS_A_PLAY = 1 << 12
-
-
-@dataclass(frozen=True, slots=True)
-class LoopOptions:
-    """Seconds are trace seconds, which are simulated seconds."""
-
-    concurrency: int = 28
-    seed: int = 42
-    duration: float | None = 3600.0
-    """Of profiling; None: each session once, from its start, without a warm-up."""
-    warmup: int = 10
-    """Requests per lane after the primers, one token each."""
-    window_start: float = 0.25
-    window_end: float = 0.75
-    idle_cap: float = 300.0
-    system_idle_cap: float = 10.0
-    shuffle: bool = True
-    """Draw the sessions in an order that the seed gives; else in the order of the files, as the live replay does."""
-
-
-@dataclass(slots=True, eq=False)
-class Play:
-    """One session being played."""
-
-    script: Script
-    tree: TreePlay
-    branches: BranchSet
-    number: int
-    clock_seconds: float = 0.0
-    """Recorded start of the newest call sent."""
+from replays.simulator.server import Server
 
 
 @dataclass(eq=False)
@@ -57,8 +25,7 @@ class ClosedLoop:
     options: LoopOptions
     profiling: bool = False
     profiling_started: float = 0.0
-    plays: dict[int, Play] = field(default_factory=dict)
-    """Live ones, by number."""
+    plays: Plays = field(default_factory=Plays)
     num_overflows: int = 0
     _taken: int = 0
     _num_ready: int = 0
@@ -80,10 +47,7 @@ class ClosedLoop:
         number = self._taken
         self._taken += 1
         script = self.scripts[self._order[number % len(self.scripts)]]
-        tree = TreePlay(script.plan, number, now=self.clock.now, time_scale=1.0, idle_cap_seconds=self.options.idle_cap)
-        play = Play(script, tree, BranchSet(script.forest, number), number)
-        self.plays[number] = play
-        return play
+        return self.plays.begin(script, number, self.clock.now, self.options.idle_cap)
 
     def ready(self) -> None:
         """A lane is warm. With the last of them profiling begins."""
@@ -104,8 +68,6 @@ class ClosedLoop:
         """Send one call; the lane hears of its end."""
         play.clock_seconds = max(play.clock_seconds, call.request.start_seconds)
         self._idle_version += 1
-        numbers = play.script.plan.streams[call.stream]
-        prompt = max(1, call.request.num_prompt_tokens)
 
         def done(outcome: Outcome | None) -> None:
             if outcome is None:
@@ -115,22 +77,10 @@ class ClosedLoop:
             lane.heard(primer=primer)
             self._watch_idle()
 
-        self.server.submit(
-            Call(
-                stream=play.number * _STREAMS_A_PLAY + call.stream,
-                name=f"{play.number}/{play.script.plan.session.streams[call.stream].name}",
-                path=path_of(play.branches.tail(play.script.places[call.number])),
-                num_prompt_tokens=prompt,
-                num_output_tokens=call.max_tokens if max_tokens is None else max_tokens,
-                return_class=call.request.stop or "unknown",
-                warmup=not self.profiling,
-                on_done=done,
-                num_theoretical_blocks=call.theoretical.num_hit_blocks,
-                num_trace_blocks=call.theoretical.num_blocks,
-                is_last=not primer and call.number == numbers[-1],
-            ),
-            play.number,
-        )
+        tenants = self.options.num_tenants
+        warmup = not self.profiling
+        sent = call_of(play, call, done, warmup=warmup, max_tokens=max_tokens, primer=primer, num_tenants=tenants)
+        self.server.submit(sent, play.number)
 
     def _watch_idle(self) -> None:
         if self.server.num_in_flight == 0 and self.profiling:
@@ -151,21 +101,21 @@ class ClosedLoop:
                     lane.step()
 
     def uses(self, branch: Branch, now: float) -> Iterator[tuple[float, int]]:
-        """(time, depth) of the calls to come that ask for a branch, by time: what a clairvoyant policy is told."""
-        play = self.plays.get(branch.owner)
-        number = play.branches.number_of(branch) if play is not None else None
-        if play is None or number is None:
-            return iter(())
-        return iter(sorted(_uses(play, number, now)))
+        """(time, depth) of the calls to come that ask for a branch, by time; what lanes will draw next is not among them."""
+        return self.plays.uses(branch, now)
+
+    @property
+    def is_over(self) -> bool:
+        """Every session has been played and nothing is in flight."""
+        return not self.plays.live and not self.server.num_in_flight
 
 
-def _uses(play: Play, branch: int, now: float) -> Iterator[tuple[float, int]]:
-    tree, calls = play.tree, play.script.plan.calls
-    deepest = 0
-    for number, depth in play.script.uses[branch]:
-        if depth > deepest and not tree.has_started(calls[number]):
-            deepest = depth
-            yield tree.expected_at(calls[number], now, play.clock_seconds), depth
+def _window_seconds(plan: TreePlan, share: float, *, in_turns: bool) -> float:
+    """Trace seconds from the session's start to where a lane enters it."""
+    if not in_turns:
+        return share * plan.duration_seconds
+    call = plan.calls[min(int(share * len(plan.calls)), len(plan.calls) - 1)]
+    return call.request.start_seconds - plan.start_seconds
 
 
 class _Lane:
@@ -188,7 +138,7 @@ class _Lane:
             return
         share = self._random.uniform(loop.options.window_start, loop.options.window_end)
         tree = self.play.tree
-        primers = tree.skip_to(share * tree.plan.duration_seconds, loop.clock.now)
+        primers = tree.skip_to(_window_seconds(tree.plan, share, in_turns=loop.options.window_in_turns), loop.clock.now)
         self._num_primers = len(primers)
         for primer in primers:
             loop.send(self, self.play, primer, 1, primer=True)
@@ -234,7 +184,7 @@ class _Lane:
 
     def _recycle(self) -> None:
         assert self.play is not None
-        self._loop.plays.pop(self.play.number, None)
+        self._loop.plays.live.pop(self.play.number, None)
         self.play = self._loop.take()
 
     def step(self) -> None:

@@ -1,20 +1,46 @@
-"""How long a step takes: T = a0 + a1·n_decode + a2·ΣL_decode + a3·n_prefill + a4·Σ n_prefill·L_before."""
+"""How long a step takes: what a step's work is, and the linear model T = a0 + a1·n_decode + a2·ΣL_decode + a3·n_prefill + a4·Σ n_prefill·L.
+
+The linear model is what `replays calibrate` fits to an engine that it can measure. `replays.simulator.geometry` predicts MiniMax-M3 from
+its shapes and a device's limits. Both answer the same two questions.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from replays.simulator.options import EngineOptions
+
+if TYPE_CHECKING:
+    from replays.simulator.handover import Read
 
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """One step: sequences that decode and the sum of their contexts (tokens), prefill tokens and the sum of each times its context."""
+    """One step, in sequences and tokens."""
 
     num_decode: int
+    """Sequences that decode."""
     decode_context: int
+    """Sum of their contexts."""
     num_prefill: int
+    """Prefill tokens."""
     prefill_context: int
+    """Sum over prefill tokens of what each looks at: all before its chunk, and half of the chunk."""
+    num_drafts: int = 0
+    """Draft tokens that are verified, of all sequences."""
+    num_prefills: int = 1
+    """Sequences that prefill; their number weighs little."""
+
+
+class StepCost(Protocol):
+    """Seconds of a step."""
+
+    def step_seconds(self, work: StepWork) -> float: ...
+
+    def growth_seconds(self, num_decode: int) -> float:
+        """By how much a step gets longer when each of its sequences is one token longer."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +63,27 @@ class CostModel:
         )
 
     def growth_seconds(self, num_decode: int) -> float:
-        """By how much a step gets longer when each of its sequences is one token longer."""
         return self.per_context_token * num_decode
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """One engine on one machine."""
+    """One engine on one machine. Where its figures come from is in `replays.simulator.profiles`."""
 
     name: str
     capacity_tokens: int
     engine: EngineOptions
-    cost: CostModel
+    cost: StepCost
     request_seconds: float = 0.0
+    """Of a request outside the engine's steps, before it is queued."""
     token_seconds: float = 0.0
-
-
-PROFILES: dict[str, Profile] = {
-    "nominal": Profile("nominal", 6_264_960, EngineOptions(num_blocks=0), CostModel(0.02, 0.0, 0.0, 1 / 25_000)),
-}
-"""By name. `nominal` is no machine: 25,000 prefill tokens and 50 steps a second, fitted to nothing. It compares policies, not speeds."""
+    """The same, for each prompt token."""
+    num_gpus: int = 1
+    """Of one replica: all of its prefill and decode engines."""
+    prefill: Profile | None = None
+    """Prefill and decode apart: this is what decodes, once, and `num_prefill` of the other prefill for it."""
+    num_prefill: int = 0
+    reads: tuple[Read, ...] = ()
+    kv_bytes_per_token: int = 0
+    """On one rank; 0 where it is not known."""
+    about: str = ""

@@ -4,18 +4,24 @@ The order inside a step is vLLM 0.32's (`v1/core/sched/scheduler.py`, synchronou
 last running one, and in such a step nobody is admitted; then the waiting queue in order, each looked up at the attempt, until one does not
 fit. A block can be hit from when it is allocated for computing, not only when its step has ended: vLLM hashes it then.
 
+A request whose blocks come from elsewhere (a tier, a prefill engine) holds room for them while they are on their way, runs in no step, and
+others pass it; then it waits in front of all others. What such requests still need for their prompts is kept free for them.
+
 Steps that only decode are fused: nothing can change until a request ends or another arrives, so they cost one look.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from replays.simulator.cost import CostModel, StepWork
+from replays.simulator.cost import StepCost
+from replays.simulator.loads import Loader
 from replays.simulator.options import EngineOptions
 from replays.simulator.pool import BlockPool, Path, Use
+from replays.simulator.steps import EngineCounters, Step, work_of
 
 _MILLI = 1000
 
@@ -47,6 +53,12 @@ class EngineRequest:
     num_computed_before: int = 0
     """Blocks of its prompt that some request had computed when it was scheduled first."""
     num_external_tokens: int = 0
+    is_loaded: bool = False
+    """Its blocks came from elsewhere and wait for it, `num_computed_tokens` of them."""
+    keeps_blocks: bool = False
+    """Others read its blocks after it has ended: they are held until `Engine.release`."""
+    aborted: bool = False
+    """Its client is gone: it ends with the step that is under way."""
     scheduled: float | None = None
     first_token: float | None = None
     finished: float | None = None
@@ -59,46 +71,21 @@ class EngineRequest:
         return self.num_tokens - self.num_prompt_tokens
 
 
-@dataclass(slots=True)
-class Step:
-    """What is on the device: first step's tokens, and how many pure decode steps follow it (`num_steps` in all)."""
-
-    started: float
-    scheduled: list[tuple[EngineRequest, int]]
-    first_seconds: float
-    growth_seconds: float = 0.0
-    """By how much each further step is longer than the one before it."""
-    num_steps: int = 1
-
-    def seconds(self, num_steps: int) -> float:
-        return num_steps * self.first_seconds + num_steps * (num_steps - 1) / 2 * self.growth_seconds
-
-    @property
-    def ends(self) -> float:
-        return self.started + self.seconds(self.num_steps)
-
-
-@dataclass(slots=True)
-class EngineCounters:
-    num_steps: int = 0
-    num_preemptions: int = 0
-    busy_seconds: float = 0.0
-    num_computed_tokens: int = 0
-    peak_usage: float = 0.0
-    usage_seconds: float = 0.0
-
-
 @dataclass(eq=False)
 class Engine:
     """One engine. `add` at any time; `start` when idle or after `finish`; `finish` when the step's time is over."""
 
     options: EngineOptions
     pool: BlockPool
-    cost: CostModel
+    cost: StepCost
     on_first_token: Callable[[EngineRequest, float], None] = lambda request, now: None
     on_finished: Callable[[EngineRequest, float], None] = lambda request, now: None
+    loader: Loader | None = None
+    on_load: Callable[[EngineRequest, float], None] = lambda request, seconds: None
+    """A load has begun: `loaded` is to be called so many seconds from now."""
     waiting: deque[EngineRequest] = field(default_factory=deque)
     running: list[EngineRequest] = field(default_factory=list)
+    loading: list[EngineRequest] = field(default_factory=list)
     step: Step | None = None
     counters: EngineCounters = field(default_factory=EngineCounters)
 
@@ -109,26 +96,50 @@ class Engine:
         self._watermark_blocks = int(options.watermark * options.num_blocks)
         self._now = 0.0
 
+    @property
+    def num_requests(self) -> int:
+        """Running, loading and waiting."""
+        return len(self.running) + len(self.loading) + len(self.waiting)
+
     def add(self, request: EngineRequest, now: float) -> None:
         """Queue a request. A fused run of decode steps is cut at the end of the step that is under way."""
         request.arrived = now
         self.waiting.append(request)
         self.interrupt(now)
 
+    def loaded(self, request: EngineRequest, now: float) -> None:
+        """What `request` waited for has come. Changes state."""
+        self.loading.remove(request)
+        request.is_loaded = True
+        self._now = now
+        self._commit(request, request.num_computed_tokens // self.options.block_size)
+        self.waiting.appendleft(request)
+        self.interrupt(now)
+
+    def release(self, request: EngineRequest, now: float) -> None:
+        """Every reader of a request that `keeps_blocks` has what it wanted."""
+        assert request.keeps_blocks
+        assert request.finished is not None
+        self._now = now
+        self._release(request)
+
+    def abort(self, request: EngineRequest, now: float) -> None:
+        """Its client is gone. A running request ends with the step that is under way, a loading one when its blocks have come."""
+        if request.finished is not None:
+            return
+        request.aborted = True
+        if request in self.waiting:
+            self._now = now
+            self.waiting.remove(request)
+            self._end(request)
+        else:
+            self.interrupt(now)
+
     def interrupt(self, now: float) -> None:
         """Something has changed: no further fused step starts after `now`."""
         step = self.step
-        if step is None or step.num_steps == 1:
-            return
-        elapsed = now - step.started
-        low, high = 1, step.num_steps
-        while low < high:
-            middle = (low + high) // 2
-            if step.seconds(middle) >= elapsed:
-                high = middle
-            else:
-                low = middle + 1
-        step.num_steps = low
+        if step is not None:
+            step.cut(now)
 
     def start(self, now: float) -> Step | None:
         """Schedule and start a step; None when there is nothing that can run."""
@@ -140,7 +151,7 @@ class Engine:
             self._schedule_waiting(scheduled)
         if not scheduled:
             return None
-        step = self.step = Step(now, scheduled, self.cost.step_seconds(_work(scheduled)))
+        step = self.step = Step(now, scheduled, self.cost.step_seconds(work_of(scheduled)))
         if num_decoding == len(scheduled) == len(self.running) and not preempted:
             self._fuse(step)
         return step
@@ -164,7 +175,10 @@ class Engine:
         for request, num_new in step.scheduled:
             request.num_computed_tokens += num_new
             counters.num_computed_tokens += num_new
-            if request.num_computed_tokens >= request.num_tokens:
+            if request.aborted:
+                self._end(request)
+                stopped = True
+            elif request.num_computed_tokens >= request.num_tokens:
                 stopped |= self._sample(request)
         if stopped:
             self.running = [request for request in self.running if request.finished is None]
@@ -194,39 +208,82 @@ class Engine:
     def _schedule_waiting(self, scheduled: list[tuple[EngineRequest, int]]) -> None:
         while self.waiting and self._budget > 0 and len(self.running) < self.options.max_num_seqs:
             request = self.waiting[0]
-            num_new = self._admit(request)
+            if request.aborted:
+                self.waiting.popleft()
+                self._end(request)
+                continue
+            num_new = self._admit_loaded(request) if request.is_loaded else self._admit(request)
             if num_new is None:
                 return
             self.waiting.popleft()
+            if not num_new:
+                self.loading.append(request)
+                continue
             self.running.append(request)
             scheduled.append((request, num_new))
             self._budget -= num_new
 
     def _admit(self, request: EngineRequest) -> int | None:
-        """Give a waiting request its hits and the blocks of its first chunk; the chunk's tokens, or None where it does not fit."""
+        """Give a waiting request its hits and the blocks of its first chunk; the chunk's tokens, none if blocks of it are being loaded
+        first, or None where it does not fit."""
         options, pool = self.options, self.pool
         size = options.block_size
         limit = (request.num_tokens - 1) // size
         resident = pool.hit_depth(request.path, limit)
         hit = resident - 1 if options.drops_last_block and resident else resident
         num_new = min(request.num_tokens - hit * size, self._budget)
-        spare = pool.num_free - pool.num_idle_in(request.path, hit) - (self._watermark_blocks if self.running else 0)
-        if options.full_prompt_must_fit and -(-request.num_tokens // size) - hit > spare:
+        spare = pool.num_free - pool.num_idle_in(request.path, hit) - (self._watermark_blocks if self.running else 0) - self._num_reserved()
+        whole = -(-request.num_tokens // size) - hit
+        if options.full_prompt_must_fit and whole > spare:
             return None
+        if self.loader is not None and whole <= spare and (num_loaded := self.loader.offer(request, resident, limit, self._now)):
+            # The last-block rule is for the end of what is found, wherever it is: here the pool's own last block is in its middle.
+            self._note_hits(request, resident, resident, limit)
+            return self._load(request, resident, num_loaded)
         end = hit * size + num_new
         num_blocks = -(-(end + options.num_speculative_tokens) // size)
         if num_blocks - hit > spare:
             return None
-        if request.scheduled is None:
-            request.scheduled = self._now
-            request.num_hit_blocks, request.num_resident_blocks = hit, resident
-            request.num_computed_before = pool.computed_depth(request.path, limit)
+        self._note_hits(request, hit, resident, limit)
         pool.hold(request.id, request.path, hit, self._now)
         pool.allocate(num_blocks - hit, self._now)
         request.num_computed_tokens = hit * size
         request.num_blocks, request.num_hashed = num_blocks, hit
         self._commit(request, min(end, request.num_tokens) // size)
         return num_new
+
+    def _note_hits(self, request: EngineRequest, hit: int, resident: int, limit: int) -> None:
+        if request.scheduled is None:
+            request.scheduled = self._now
+            request.num_hit_blocks, request.num_resident_blocks = hit, resident
+            request.num_computed_before = self.pool.computed_depth(request.path, limit)
+
+    def _load(self, request: EngineRequest, hit: int, num_tokens: int) -> int:
+        """Hold room for the first `num_tokens` of a request, of which those after its hits are on their way."""
+        assert self.loader is not None
+        num_blocks = -(-num_tokens // self.options.block_size)
+        self.pool.hold(request.id, request.path, hit, self._now)
+        self.pool.allocate(num_blocks - hit, self._now)
+        request.num_computed_tokens, request.num_blocks, request.num_hashed = num_tokens, num_blocks, hit
+        if not request.num_preemptions:
+            request.num_external_tokens = num_tokens - hit * self.options.block_size
+        self.on_load(request, self.loader.load(request, hit, num_tokens, self._now))
+        return 0
+
+    def _admit_loaded(self, request: EngineRequest) -> int | None:
+        num_new = min(request.num_tokens - request.num_computed_tokens, self._budget)
+        if not self._grow(request, num_new):
+            return None
+        request.is_loaded = False
+        return num_new
+
+    def _num_reserved(self) -> int:
+        """Blocks that loading and loaded requests still need for their prompts."""
+        if self.loader is None:
+            return 0
+        size = self.options.block_size
+        held = itertools.chain(self.loading, itertools.takewhile(lambda request: request.is_loaded, self.waiting))
+        return sum(max(0, -(-request.num_tokens // size) - request.num_blocks) for request in held)
 
     def _grow(self, request: EngineRequest, num_new: int) -> bool:
         options = self.options
@@ -271,15 +328,19 @@ class Engine:
         request.num_drafts = self.options.num_speculative_tokens
         if request.num_generated < request.num_output_tokens:
             return False
-        request.finished = self._now
-        self._release(request)
-        self.on_finished(request, self._now)
+        self._end(request)
         return True
+
+    def _end(self, request: EngineRequest) -> None:
+        request.finished = self._now
+        if not request.keeps_blocks or request.aborted:
+            self._release(request)
+        self.on_finished(request, self._now)
 
     def _fuse(self, step: Step) -> None:
         """Let the step stand for as many as end nobody before the last of them, if their blocks are there."""
         num_drafts = self.options.num_speculative_tokens
-        num_steps = min(self._steps_left(request) for request, num_new in step.scheduled)
+        num_steps = min(self.options.max_fused_steps, *(self._steps_left(request) for request, num_new in step.scheduled))
         if any(num_new != 1 + num_drafts or request.num_drafts != num_drafts for request, num_new in step.scheduled) or num_steps < 2:
             return
         size = self.options.block_size
@@ -303,15 +364,3 @@ class Engine:
         fits = self._grow(request, 1 + request.num_drafts)
         assert fits
         self.counters.num_computed_tokens += num_steps * (1 + request.num_drafts)
-
-
-def _work(scheduled: list[tuple[EngineRequest, int]]) -> StepWork:
-    num_decode = decode_context = num_prefill = prefill_context = 0
-    for request, num_new in scheduled:
-        if request.num_computed_tokens >= request.num_prompt_tokens and request.num_generated:
-            num_decode += 1
-            decode_context += request.num_computed_tokens
-        else:
-            num_prefill += num_new
-            prefill_context += num_new * request.num_computed_tokens
-    return StepWork(num_decode, decode_context, num_prefill, prefill_context)

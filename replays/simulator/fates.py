@@ -14,35 +14,48 @@ _ALL = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class Knowledge:
-    """What a policy is told. A server knows cut tails and generated tokens that never come back; ends only where they are said."""
+    """What a policy is told. A server knows cut tails and generated tokens that never come back; ends where they are said, or inferred."""
 
     ends: bool = False
+    inferred: bool = False
+    """Who is believed to be over counts as ended."""
     cuts: bool = True
     generated: bool = True
 
-    def told(self, fate: Fate) -> Fate:
+    def told(self, fate: Fate, is_left: bool) -> Fate:
+        if self.inferred and is_left and fate in (Fate.LIVE, Fate.ENDED):
+            return Fate.ENDED
         known = {Fate.ENDED: self.ends, Fate.CUT: self.cuts, Fate.SUPERSEDED: self.cuts, Fate.GENERATED: self.generated}
         return fate if known.get(fate, True) else Fate.LIVE
 
 
 class Fates:
-    """The prospects of every branch, from the claims that live streams have on it; `uses` says when it is asked for, if that is wanted."""
+    """The prospects of every branch, from the claims that live streams have on it; `uses` says when it is asked for, if that is wanted.
 
-    def __init__(self, knowledge: Knowledge, uses: Callable[[Branch, float], Iterator[tuple[float, int]]] | None = None) -> None:
+    `is_left`: whether all who claim it, or did so last, are believed to be over.
+    """
+
+    def __init__(
+        self,
+        knowledge: Knowledge,
+        uses: Callable[[Branch, float], Iterator[tuple[float, int]]] | None = None,
+        is_left: Callable[[Branch], bool] = lambda branch: False,
+    ) -> None:
         self._knowledge = knowledge
+        self._is_left = is_left
         self._uses = uses
 
     def outlook(self, branch: Branch, now: float) -> Sequence[tuple[int, Fate, Fate, float | None]]:
-        fates = self._fates(branch)
+        fates, is_left = self._fates(branch), self._is_left(branch)
         if self._uses is None:
-            return [(depth, fate, self._knowledge.told(fate), None) for depth, fate in fates]
+            return [(depth, fate, self._knowledge.told(fate, is_left), None) for depth, fate in fates]
         outlook: list[tuple[int, Fate, Fate, float | None]] = []
         stairs = _stairs(self._uses(branch, now))
         depths = sorted({depth for depth, _ in fates} | {depth for depth, _ in stairs})
         for depth in depths:
             fate = next(fate for end, fate in fates if depth <= end)
             time = next(time for end, time in stairs if depth <= end)
-            outlook.append((depth, fate, self._knowledge.told(fate), time))
+            outlook.append((depth, fate, self._knowledge.told(fate, is_left), time))
         return outlook
 
     @staticmethod

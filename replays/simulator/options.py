@@ -21,3 +21,5 @@ class EngineOptions:
     full_prompt_must_fit: bool = True
     watermark: float = 0.0
     """Share of the pool kept free when a waiting request joins running ones."""
+    max_fused_steps: int = 1 << 30
+    """Decode steps that may pass at one look; how often tokens come out of a simulated engine that serves."""

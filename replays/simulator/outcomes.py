@@ -13,6 +13,8 @@ class Outcome:
     warmup: bool
     asked: float
     """When the client sent it."""
+    granted: float
+    """When it was admitted."""
     started: float
     """When it reached the engine."""
     scheduled: float

@@ -44,6 +44,9 @@ class AllLive:
 
 
 OnEvict: TypeAlias = Callable[[Branch, int, int, PooledExtent, float], None]
+"""Blocks of a branch (from, to) have left the pool."""
+OnStore: TypeAlias = Callable[[Branch, int, int, float], None]
+"""Blocks of a branch (from, to) that were not in the pool are now."""
 
 
 def covered(path: Path, low: int, high: int) -> Iterator[tuple[Branch, int, int]]:
@@ -61,7 +64,12 @@ class BlockPool:
     """A pool of `num_blocks` usable blocks (vLLM's null block is not among them)."""
 
     def __init__(
-        self, num_blocks: int, policy: EvictionPolicy, prospects: Prospects | None = None, on_evict: OnEvict | None = None
+        self,
+        num_blocks: int,
+        policy: EvictionPolicy,
+        prospects: Prospects | None = None,
+        on_evict: OnEvict | None = None,
+        on_store: OnStore | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.num_plain = num_blocks
@@ -71,6 +79,7 @@ class BlockPool:
         self._policy = policy
         self._prospects = prospects or AllLive()
         self._on_evict = on_evict
+        self._on_store = on_store
         self._next_id = 0
         self._idle: dict[int, Copy] = {}
         self._last_freed = -math.inf
@@ -279,6 +288,8 @@ class BlockPool:
         last = pieces[-1] if pieces else None
         branch.resident = high
         branch.computed = max(branch.computed, high)
+        if self._on_store is not None:
+            self._on_store(branch, low, high, now)
         if last is not None and len(last.copies) == 1 and last.copies[0].holders == {holder}:
             last.end = high
             last.copies[0].extent.num_blocks = high - last.start

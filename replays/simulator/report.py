@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from msgspec import Struct
 
-from replays.simulator.anatomy import Anatomy
+from replays.simulator.anatomy import Anatomy, AnatomyReport, weighted_percentiles
+from replays.simulator.fairness import fairness
 from replays.simulator.outcomes import Outcome
 
 if TYPE_CHECKING:
-    from replays.simulator.closed_loop import ClosedLoop
+    from replays.simulator.loop import Loop
     from replays.simulator.run import SimulationOptions
     from replays.simulator.server import Server
 
@@ -47,6 +48,8 @@ class SimulationReport(Struct, kw_only=True):
     """From the client's request, any wait for admission included."""
     tpot_seconds: dict[str, float]
     e2e_seconds: dict[str, float]
+    wait_seconds: dict[str, float]
+    """For admission: `replays.simulator.fairness`, with Jain's index over sessions as `jain`."""
     preemptions: int
     kv_usage_peak: float
     kv_usage_mean: float
@@ -54,6 +57,17 @@ class SimulationReport(Struct, kw_only=True):
     """Share of the pool by kind, mean over time."""
     evicted_blocks: dict[str, int]
     evicted_live_age_seconds: dict[str, float]
+    anatomy: AnatomyReport
+    parameters: dict[str, float] = {}
+    """Of the eviction policy, where they are not its defaults."""
+    admission_parameters: dict[str, float] = {}
+    """The same of the admission policy."""
+    tier_tokens: int = 0
+    """Of the CPU tier; 0 without one."""
+    ends: str = "unknown"
+    """Whether the policy is told that a session has ended: `said`, `inferred` or `unknown`."""
+    arrivals: float | None = None
+    """Sessions a second of an open loop; 0: as recorded; None: closed loop."""
 
     @property
     def gap_points(self) -> float | None:
@@ -74,18 +88,7 @@ def _rate(part: int, whole: int) -> float | None:
     return part / whole if whole else None
 
 
-def _weighted(ages: Sequence[tuple[float, int]]) -> dict[str, float]:
-    """Percentiles by blocks."""
-    if not ages:
-        return {}
-    values = np.array(sorted(ages))
-    shares = np.cumsum(values[:, 1]) / values[:, 1].sum()
-    return {name: float(values[np.searchsorted(shares, share), 0]) for name, share in (("p10", 0.1), ("p50", 0.5), ("p90", 0.9))}
-
-
-def make_report(
-    options: SimulationOptions, loop: ClosedLoop, server: Server, outcomes: Sequence[Outcome], anatomy: Anatomy
-) -> SimulationReport:
+def make_report(options: SimulationOptions, loop: Loop, server: Server, outcomes: Sequence[Outcome], anatomy: Anatomy) -> SimulationReport:
     """The figures of the profiling phase."""
     done = [outcome for outcome in outcomes if not outcome.warmup]
     prompt = sum(outcome.num_prompt_tokens for outcome in done)
@@ -103,7 +106,7 @@ def make_report(
         admission=options.admission,
         profile=options.profile,
         seed=options.loop.seed,
-        concurrency=options.loop.concurrency,
+        concurrency=options.loop.concurrency if options.loop.arrivals is None else 0,
         capacity_tokens=sum(engine.pool.num_blocks for engine in server.engines) * options.block_size,
         block_size=options.block_size,
         num_requests=len(done),
@@ -122,12 +125,19 @@ def make_report(
         ttft_seconds=_percentiles([outcome.first_token - outcome.asked for outcome in done]),
         tpot_seconds=_percentiles([_tpot(outcome) for outcome in done if outcome.num_output_tokens > 1]),
         e2e_seconds=_percentiles([outcome.finished - outcome.asked for outcome in done]),
+        wait_seconds=fairness(done),
         preemptions=sum(counter.num_preemptions for counter in counters),
         kv_usage_peak=max(counter.peak_usage for counter in counters),
         kv_usage_mean=sum(counter.usage_seconds for counter in counters) / (elapsed * len(counters)) if elapsed else 0.0,
         composition=anatomy.mean_shares(),
         evicted_blocks=dict(anatomy.evicted_blocks),
-        evicted_live_age_seconds=_weighted(anatomy.evicted_age_seconds),
+        evicted_live_age_seconds=weighted_percentiles(anatomy.evicted_age_seconds),
+        anatomy=anatomy.report(options.block_size, loop.profiling_started),
+        parameters=dict(options.parameters),
+        admission_parameters=dict(options.admission_parameters),
+        tier_tokens=options.tier.capacity_tokens if options.tier is not None else 0,
+        ends="said" if options.knowledge.ends else "inferred" if options.knowledge.inferred else "unknown",
+        arrivals=options.loop.arrivals,
     )
 
 

@@ -1,0 +1,98 @@
+"""The carrier: a KV connector that moves nothing. vLLM hands it the block pool and tells it of each request, under the stock scheduler.
+
+    --kv-transfer-config '{"kv_connector": "AgentserveConnector", "kv_role": "kv_producer",
+                           "kv_connector_module_path": "agentserve.engines.plugin.connector"}'
+
+or as the first child of a MultiConnector. As a producer it does not make vLLM hold freed blocks back, as a consumer of KV would.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole, SupportsHMA
+from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
+
+from agentserve.engines.plugin import control
+from agentserve.engines.plugin.options import PluginOptions
+from agentserve.engines.plugin.ordering import Ordering
+from agentserve.engines.plugin.supported import check_pool, check_queue, check_version, installed_version
+
+_log = init_logger("vllm.agentserve")  # vLLM shows its own loggers only
+
+
+class _Nothing(KVConnectorMetadata):  # type: ignore[misc] # vLLM is not always there to be type-checked
+    """What the workers are told."""
+
+
+_NOTHING = _Nothing()
+
+
+class AgentserveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # as above
+    """One in the scheduler's process, which orders, and one in each worker, which does nothing."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._options = PluginOptions.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self._num_groups = len(kv_cache_config.kv_cache_groups) if kv_cache_config is not None else 1
+        self._ordering: Ordering | None = None
+        if role == KVConnectorRole.SCHEDULER and self._options.policy != "off":
+            if not self._options.any_version:
+                check_version(installed_version())
+            check_queue(FreeKVCacheBlockQueue)
+            control.install()
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Nothing is delivered, so a preempted request need not be computed anew for it."""
+        return False
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        if self._options.policy == "off":
+            return
+        check_pool(gpu_block_pool, self._num_groups)
+        self._ordering = Ordering(gpu_block_pool, self._options, time.monotonic, _warn)
+        control.current = self._ordering
+        _log.info("agentserve orders %d blocks by %s", gpu_block_pool.num_gpu_blocks - 1, self._options.policy)
+
+    def on_new_request(self, request: Any) -> None:
+        if self._ordering is not None:
+            self._ordering.arrived(request)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if self._ordering is not None:
+            self._ordering.placed(request, blocks.blocks[0])
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        if self._ordering is not None:
+            self._ordering.step(scheduler_output.preempted_req_ids or ())
+        return _NOTHING
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        if self._ordering is not None:
+            self._ordering.finished(request, block_ids)
+        return False, None
+
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids[0])
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return 0, False
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """There is nothing to load."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """There is nothing to wait for."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """There is nothing to save."""
+
+    def wait_for_save(self) -> None:
+        """There is nothing to wait for."""
+
+
+def _warn(message: str, error: Exception) -> None:
+    _log.error(message, exc_info=error)

@@ -1,0 +1,76 @@
+"""Who uses which blocks: sessions, their branches, and the nodes of the prefix tree that they share.
+
+A node is a run of cached blocks of one chain that requests use and free together; it carries the `Extent` that the policy ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from admission.eviction.policy import Extent, Fate
+from admission.return_class import UNKNOWN
+
+
+class Block(Protocol):
+    """What is read of vLLM's KVCacheBlock."""
+
+    block_id: int
+    ref_cnt: int
+
+    @property
+    def block_hash(self) -> Any: ...
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """What has been said of a session, while it runs or has blocks here."""
+
+    id: str
+    branches: dict[str, Branch] = field(default_factory=dict)
+    fate: Fate = Fate.LIVE
+    return_class: str = UNKNOWN
+    priority: int = 35
+    retention_seconds: float | None = None
+    num_running: int = 0
+    idle_since: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Branch:
+    """One line of a session's prompts, and the nodes that it uses."""
+
+    session: Session
+    id: str
+    nodes: dict[Node, None] = field(default_factory=dict)
+    """In the order of their first use."""
+    num_prompt_blocks: int = 0
+    """Whole blocks of its last prompt: what lies behind them was generated."""
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    extent: Extent
+    blocks: list[Any]
+    """vLLM's blocks, from the root's side to the deep end. Never empty."""
+    start: int
+    """Position of the first in its chain, in blocks."""
+    parent: Node | None
+    children: dict[Node, None] = field(default_factory=dict)
+    owners: dict[Branch, Fate] = field(default_factory=dict)
+    """What it is to each branch that uses it; it is live while one of them is."""
+    waiting: set[str] = field(default_factory=set)
+    """Of whose paths it is part: requests and sessions that wait."""
+    is_known: bool = False
+    """Whether the policy was told of it."""
+    is_ranked: bool = False
+    """Whether the policy may choose it: a leaf that nobody uses."""
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.blocks)
+
+    def fate(self) -> Fate:
+        """Live while it is so to one owner; else what it became last."""
+        fates = list(self.owners.values())
+        return Fate.LIVE if Fate.LIVE in fates or not fates else fates[-1]

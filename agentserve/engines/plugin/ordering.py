@@ -1,0 +1,118 @@
+"""The plugin in an engine's process: retention and the ordered queue together, and plain LRU from the first fault on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from admission.eviction.choice import PolicyParameterError
+from admission.eviction.policy import Fate
+from admission.returns import ReturnModel, ReturnParameters
+from agentserve.engines.plugin.free_queue import OrderedFreeQueue
+from agentserve.engines.plugin.options import PluginOptions
+from agentserve.engines.plugin.retention import Retention
+from agentserve.engines.plugin.supported import PluginUnsupported
+from agentserve.engines.plugin.wire import HintBatch, PluginState
+
+
+class Ordering:
+    """Orders `pool`'s free blocks from now on. Its calls never raise: a fault is told to `warn` once, and vLLM's own queue is back."""
+
+    def __init__(self, pool: Any, options: PluginOptions, clock: Callable[[], float], warn: Callable[[str, Exception], None]) -> None:
+        self._pool = pool
+        self._warn = warn
+        self._cache = pool.cached_block_hash_to_block
+        self._num_errors = 0
+        self._off_because = ""
+        returns = ReturnModel(_return_parameters(options))
+        try:
+            self._retention = Retention(pool, options, returns, clock)
+        except PolicyParameterError as error:
+            raise PluginUnsupported(f"kv_connector_extra_config: {error}") from error
+        self._queue = OrderedFreeQueue(pool, self._retention.forest, self._turn_off, options.lookahead_blocks)
+
+    @property
+    def is_on(self) -> bool:
+        return self._pool.free_block_queue is self._queue
+
+    def arrived(self, request: Any) -> None:
+        self._notice_reset()
+        self._safely(self._retention.arrived, request)
+
+    def placed(self, request: Any, blocks: Any) -> None:
+        self._notice_reset()
+        self._safely(self._retention.placed, request, blocks)
+
+    def finished(self, request: Any, block_ids: list[int]) -> None:
+        self._safely(self._retention.finished, request, block_ids)
+
+    def step(self, preempted_ids: Collection[str]) -> None:
+        if preempted_ids or self._retention.has_waiting:
+            self._safely(self._retention.step, preempted_ids)
+
+    def take_batch(self, batch: HintBatch) -> None:
+        """Raises PolicyParameterError or KeyError where the policy that it asks for cannot be had."""
+        if self.is_on:
+            try:
+                self._retention.take_batch(batch)
+            except (PolicyParameterError, KeyError):
+                raise
+            except Exception as error:  # noqa: BLE001 # whatever it is, the engine must go on
+                self._queue.fall_back(error, [])
+
+    def state(self) -> PluginState:
+        retention, forest = self._retention, self._retention.forest
+        nodes = forest.nodes.values() if self.is_on else ()
+        free = [node for node in nodes if node.blocks[-1].ref_cnt == 0]
+        resident: dict[str, int] = {}
+        for node in free:
+            resident[node.extent.session_id] = resident.get(node.extent.session_id, 0) + len(node.blocks)
+        return PluginState(
+            policy=retention.policy if self.is_on else "lru",
+            parameters=retention.parameters,
+            is_ordering=self.is_on,
+            off_because=self._off_because,
+            num_blocks=self._pool.num_gpu_blocks - 1,
+            num_free_blocks=self._pool.free_block_queue.num_free_blocks,
+            num_dead_blocks=sum(len(node.blocks) for node in free if node.extent.fate is not Fate.LIVE),
+            num_sessions=len(retention.sessions),
+            num_extents=len(forest.nodes),
+            num_evicted_dead_blocks=forest.num_evicted[True],
+            num_evicted_live_blocks=forest.num_evicted[False],
+            num_hints=retention.counts.num_hints,
+            num_bad_hints=retention.counts.num_bad_hints,
+            num_errors=self._num_errors,
+            resident_blocks=resident,
+        )
+
+    def check_integrity(self) -> None:
+        """Assert what must hold between steps. O(blocks)."""
+        forest = self._retention.forest
+        forest.check_integrity()
+        queue = self._pool.free_block_queue
+        assert queue.num_free_blocks == len(queue.get_all_free_blocks())
+        assert queue.num_free_blocks == sum(block.ref_cnt == 0 and not block.is_null for block in self._pool.blocks)
+
+    def _notice_reset(self) -> None:
+        """vLLM takes a new map of hashes when it empties its prefix cache, which it does only while no block is in use."""
+        if self._pool.cached_block_hash_to_block is not self._cache:
+            self._cache = self._pool.cached_block_hash_to_block
+            self._safely(self._queue.flush)
+
+    def _safely(self, call: Callable[..., None], *arguments: Any) -> None:
+        if self.is_on:
+            try:
+                call(*arguments)
+            except Exception as error:  # noqa: BLE001 # whatever it is, the engine must go on
+                self._queue.fall_back(error, [])
+
+    def _turn_off(self, error: Exception) -> None:
+        self._num_errors += 1
+        self._off_because = f"{type(error).__name__}: {error}"
+        self._warn("agentserve's eviction order is off, vLLM evicts in LRU order", error)
+
+
+def _return_parameters(options: PluginOptions) -> ReturnParameters:
+    if options.longest_gap_seconds is None:
+        return ReturnParameters(time_scale=options.time_scale)
+    return ReturnParameters(time_scale=options.time_scale, longest_gap_seconds=options.longest_gap_seconds)

