@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
@@ -141,8 +142,11 @@ async def test_a_long_chain_comes_back_with_one_question_for_all_that_it_builds_
     asked_for = {name: after.get(name, 0) - before.get(name, 0) for name in ("get", "getrange", "mget", "lrange")}
     assert asked_for == {"get": 0, "getrange": 1, "mget": 2, "lrange": 1}  # its own record, its predecessors', and the session
     assert starts_with(asked(upstream)[-1], asked(upstream)[-2])
+    (later,) = await chain(pair[0], 1, ids[-1])
+    assert (await ask(pair[1], "on", previous_response_id=later)).status == 200
+    assert commands(store)["mget"] == after["mget"] + 1  # its predecessors have come before
     between = await ask(pair[1], "aside", previous_response_id=ids[30])
-    assert (between.status, commands(store)["mget"]) == (200, after["mget"])  # what has come with a chain is here
+    assert (between.status, commands(store)["mget"]) == (200, after["mget"] + 1)  # what has come with a chain is here
 
 
 async def test_loads_and_saves_of_responses_are_counted(pair: tuple[Served, Served]) -> None:
@@ -347,11 +351,11 @@ async def test_a_full_store_that_evicts_fails_no_turn_that_goes_on_from_memory(p
 
 @asynccontextmanager
 async def stored(
-    url: str, failures: list[Failure], *, max_bytes: int = 64 << 20, clock: Callable[[], float] = time.monotonic
+    url: str, failures: list[Failure], *, max_bytes: int = 64 << 20, clock: Callable[[], float] = time.monotonic, waits: float = 5.0
 ) -> AsyncIterator[tuple[ResponseStore, StoredResponses]]:
     memory = ResponseStore(max_bytes)
     tell = session_state.Listeners(lambda _, __: None, lambda _: None, lambda: None, failures.append)
-    times: dict[str, float] = {"ttl_seconds": 80.0, "timeout_seconds": 5.0}
+    times: dict[str, float] = {"ttl_seconds": 80.0, "timeout_seconds": waits}
     sessions = session_state.StoredSessions(RedisLink(url, failures.append), b"d" * 16, tell, time.monotonic, **times)
     listeners = response_state.Listeners(lambda _: None, lambda: None, failures.append)
     await sessions.start()
@@ -385,6 +389,32 @@ async def test_what_a_chain_builds_on_lives_as_long_as_the_chain(store: RedisSer
             assert all(0 < client.pttl(key) <= 90_000 for key in store.keys("*:response*"))
 
 
+async def test_a_turn_waits_for_its_write_once_and_not_for_long(store: RedisServer) -> None:
+    namespace = Namespace(None, 16)
+    async with stored(store.url, [], waits=0.5) as (memory, responses):
+
+        async def seconds_until_settled() -> tuple[float, bool]:
+            response = made()
+            memory.add(namespace, response)
+            started = time.monotonic()
+            kept = responses.keep(namespace, response.id)
+            await responses.settled(kept)
+            return time.monotonic() - started, kept.done()
+
+        with store.client() as client:
+            client.client_pause(200, all=False)
+        paused, is_written = await seconds_until_settled()
+        assert paused > 0.1
+        assert is_written
+        store.freeze()
+        first, second = await seconds_until_settled(), await seconds_until_settled()
+        store.thaw()
+        assert 0.4 < first[0] < 1.5
+        assert second[0] < 0.3  # the one before has waited for the same store
+        assert not first[1]
+        assert not second[1]
+
+
 async def test_what_is_too_large_for_the_store_stays_here_with_all_that_builds_on_it(store: RedisServer) -> None:
     failures: list[Failure] = []
     namespace = Namespace(None, 16)
@@ -416,6 +446,19 @@ async def test_a_response_that_is_deleted_elsewhere_while_a_turn_goes_on_from_it
         await mine.load(namespace, [first.id])
         assert here.find(namespace, first.id) is None
         assert not failures
+
+
+async def test_what_is_about_to_be_deleted_does_not_come_back(store: RedisServer) -> None:
+    namespace = Namespace(None, 16)
+    async with stored(store.url, []) as (memory, responses):
+        response = made()
+        memory.add(namespace, response)
+        await responses.keep(namespace, response.id)
+        deletion = asyncio.create_task(responses.delete(namespace, response.id))
+        await asyncio.sleep(0)  # it is asked for, and not done
+        await responses.load(namespace, [response.id])
+        assert memory.find(namespace, response.id) is None
+        assert await deletion
 
 
 async def test_what_memory_has_no_room_for_comes_back_from_the_store(store: RedisServer) -> None:

@@ -11,7 +11,6 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import structlog
@@ -19,28 +18,12 @@ import structlog
 from agentserve.dialects.responses_store import ResponseStore, StoredResponse
 from agentserve.sessions import Namespace
 from agentserve.state.breaker import Failure
-from agentserve.state.codec import SCHEMA, Damaged
-from agentserve.state.responses_codec import (
-    MAX_BYTES,
-    Left,
-    Owner,
-    ResponseBody,
-    ResponseRecord,
-    decode_body,
-    decode_record,
-    encode_body,
-    encode_record,
-    is_response_id,
-    left_of,
-)
-from agentserve.state.responses_commands import WHOLE, Entry, Found, Keys, delete, drop, headers, keep, look, read_body, records, write
+from agentserve.state.responses_codec import Left, ResponseRecord, is_response_id
+from agentserve.state.responses_commands import WHOLE, Entry, Found, delete, drop, headers, keep, look, read_body, records, write
+from agentserve.state.responses_packing import Packing, Unreadable
 from agentserve.state.stored import SAVE_TIMEOUTS, StoredSessions
 from agentserve.state.writer import removal_of
 
-T = TypeVar("T")
-
-LONG_BYTES = 65_536
-"""From here on records are packed and unpacked off the event loop (some 20 ms per megabyte of JSON)."""
 PROLONG_SHARE = 8
 """What a chain is built of lives on with it: it is prolonged when this part of its time has gone, and lives so much longer."""
 
@@ -54,14 +37,6 @@ class Listeners:
     loaded: Callable[[bool], None]
     saved: Callable[[], None]
     failed: Callable[[Failure], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Damage:
-    """Which record of a chain cannot be read, and why."""
-
-    id: str
-    error: Damaged
 
 
 class StoredResponses:
@@ -80,7 +55,7 @@ class StoredResponses:
         self._memory = memory
         self._link = sessions.link
         self._writer = sessions.writer
-        self._deployment = sessions.deployment
+        self._packing = Packing(sessions.deployment)
         self._tell = tell
         self._clock = clock
         self._prolong_seconds = ttl_seconds / PROLONG_SHARE
@@ -92,7 +67,7 @@ class StoredResponses:
 
     def keep(self, namespace: Namespace, response_id: str) -> asyncio.Future[bool]:
         """Write a response that has just come into memory, in the background. If it leaves that before, it is not written."""
-        return self._writer.add(self._keys(namespace, response_id).record, partial(self._save, namespace, response_id))
+        return self._writer.add(self._packing.key(namespace, response_id).record, partial(self._save, namespace, response_id))
 
     async def settled(self, kept: asyncio.Future[bool]) -> None:
         """Wait until a `keep` is written, not while the store is down; what the turn's session has waited for the same change counts."""
@@ -105,29 +80,35 @@ class StoredResponses:
         if not asked or self._link.is_open:
             return
         deadline = self._clock() + self._timeout_seconds
-        known = [one for one in asked if self._memory.find(namespace, one) is not None]
+        known = {one: None for one in asked if self._memory.find(namespace, one) is not None}
         others = [one for one in asked if one not in known and not self._is_removed(namespace, one)]
-        question = partial(look, known=self._records(namespace, known), others=self._all_keys(namespace, others))
+        question = partial(look, known=self._packing.records(namespace, known), others=self._packing.keys(namespace, others))
         found = await self._link.run(question, self._timeout_seconds) if known or others else Found((), (), ())
         if found is None:
             return
         for response_id, header in zip(known, found.headers, strict=True):
             self._forget_deleted(namespace, response_id, header)
         for response_id, record, body in zip(others, found.records, found.bodies, strict=True):
-            is_whole = record is not None and body is not None and await self._take(namespace, response_id, record, body, deadline)
+            try:
+                is_whole = record is not None and body is not None and await self._take(namespace, response_id, record, body, deadline)
+            except Unreadable as error:
+                self._damaged(error)
+                is_whole = False
             self._tell.loaded(is_whole)
 
     async def body(self, namespace: Namespace, response_id: str) -> bytes | None:
         """A response as it was answered; None if it is not known, or deleted."""
-        keys = self._keys(namespace, response_id)
+        keys = self._packing.key(namespace, response_id)
         if is_response_id(response_id) and not self._is_removed(namespace, response_id):
             found = await self._link.run(partial(read_body, keys=keys), self._timeout_seconds)
             header, data = found or (b"", None)
             self._forget_deleted(namespace, response_id, header)
             here = self._memory.find(namespace, response_id)
             if (here is None or here.body is None) and header[1:] == Left.ALL.value and data is not None:
-                found_body = await self._decode_body(namespace, response_id, data)
-                return found_body.body if found_body is not None else None
+                try:
+                    return (await self._packing.unpack_body(namespace, response_id, data)).body
+                except Unreadable as error:
+                    self._damaged(error)
         here = self._memory.find(namespace, response_id)
         return here.body if here is not None else None
 
@@ -136,7 +117,7 @@ class StoredResponses:
         known = self._memory.forget(namespace, response_id)
         if not is_response_id(response_id):
             return known
-        keys = self._keys(namespace, response_id)
+        keys = self._packing.key(namespace, response_id)
         was_there: list[bool] = []
 
         async def remove() -> bool | None:
@@ -151,18 +132,16 @@ class StoredResponses:
         return was_there[0] if was_there else known
 
     async def _take(self, namespace: Namespace, response_id: str, record: bytes, body: bytes, deadline: float) -> bool:
-        """Make a response out of its record, its body, and the records of its predecessors; False if one of them is nowhere."""
-        decoded = await self._decode(namespace, (response_id,), (record,))
-        if decoded is None or decoded[0].left is not Left.ALL:
+        """Make a response out of its record, its body, and its predecessors; False if one of them is nowhere. Raises Unreadable."""
+        own = await self._packing.unpack(namespace, (response_id,), (record,))
+        if own is None or own[0].left is not Left.ALL:
             return False
-        named = await self._decode_body(namespace, response_id, body)
-        if named is None:
-            return False
+        named = await self._packing.unpack_body(namespace, response_id, body)
         last, missing = self._last_here(namespace, named.before)
         before = await self._read(namespace, missing, deadline)
         if before is None:
             return False
-        self._graft(namespace, last, [*before, *decoded], named.body)
+        self._graft(namespace, last, [*before, *own], named.body)
         return True
 
     def _last_here(self, namespace: Namespace, before: Sequence[str]) -> tuple[StoredResponse | None, Sequence[str]]:
@@ -173,45 +152,11 @@ class StoredResponses:
         return None, before
 
     async def _read(self, namespace: Namespace, response_ids: Sequence[str], deadline: float) -> list[ResponseRecord] | None:
-        """The records of these; None if one is missing."""
+        """The records of these; None if one is missing. Raises Unreadable."""
         if not response_ids:
             return []
-        found = await self._link.run(partial(records, keys=self._records(namespace, response_ids)), deadline - self._clock())
-        return await self._decode(namespace, response_ids, found) if found is not None else None
-
-    async def _decode(
-        self, namespace: Namespace, response_ids: Sequence[str], found: Sequence[bytes | None]
-    ) -> list[ResponseRecord] | None:
-        """What was found of these, with their items; None if one is missing."""
-        data = [one for one in found if one is not None]
-        if len(data) < len(found):
-            return None
-
-        def unpack() -> list[ResponseRecord] | Damage | None:
-            read = []
-            for response_id, one in zip(response_ids, data, strict=True):
-                try:
-                    if left_of(one) in (Left.UNKNOWN, Left.NOTHING):
-                        return None
-                    read.append(decode_record(one, self._owner(namespace, response_id)))
-                except Damaged as error:
-                    return Damage(response_id, error)
-            return read
-
-        read = await _compute(unpack, sum(map(len, data)))
-        if isinstance(read, Damage):
-            keys = self._keys(namespace, read.id)
-            self._damaged(keys.record, read.error, keys.record, keys.body)
-            return None
-        return read
-
-    async def _decode_body(self, namespace: Namespace, response_id: str, data: bytes) -> ResponseBody | None:
-        try:
-            return await _compute(partial(decode_body, data, self._owner(namespace, response_id)), len(data))
-        except Damaged as error:
-            keys = self._keys(namespace, response_id)
-            self._damaged(keys.body, error, keys.body)
-            return None
+        found = await self._link.run(partial(records, keys=self._packing.records(namespace, response_ids)), deadline - self._clock())
+        return await self._packing.unpack(namespace, response_ids, found) if found is not None else None
 
     def _graft(self, namespace: Namespace, previous: StoredResponse | None, chain: Sequence[ResponseRecord], body: bytes | None) -> None:
         """Add responses to memory, each of which builds on the one before it, the last one with its body.
@@ -236,12 +181,12 @@ class StoredResponses:
         if response is None:
             return True
         before = response.predecessors()
-        entry = await self._entry(namespace, response, before)
+        entry = await self._entry(namespace, response, before, Left.ALL, followed=response.num_followers > 0)
         if entry is None:
             return True
         since = self._prolonged.get(before[-1]) if before else self._clock()
         prolong = since is None or self._clock() - since > self._prolong_seconds
-        keys = self._all_keys(namespace, [one.id for one in before])
+        keys = self._packing.keys(namespace, [one.id for one in before])
         save = partial(keep, entry=entry, before=keys, ttl_milliseconds=self._ttl_milliseconds, prolong=prolong)
         is_whole = await self._link.run(save, self._save_seconds)
         if is_whole is None or (not is_whole and not await self._complete(namespace, before)):
@@ -252,7 +197,9 @@ class StoredResponses:
 
     async def _complete(self, namespace: Namespace, before: Sequence[StoredResponse]) -> bool | None:
         """Write what the store has lost of a chain."""
-        found = await self._link.run(partial(headers, records=self._records(namespace, [one.id for one in before])), self._save_seconds)
+        found = await self._link.run(
+            partial(headers, records=self._packing.records(namespace, [one.id for one in before])), self._save_seconds
+        )
         if found is None:
             return None
         entries = []
@@ -264,61 +211,28 @@ class StoredResponses:
         return await self._link.run(partial(write, entries=entries, ttl_milliseconds=self._ttl_milliseconds), self._save_seconds)
 
     async def _entry(
-        self,
-        namespace: Namespace,
-        response: StoredResponse,
-        before: Sequence[StoredResponse],
-        left: Left = Left.ALL,
-        *,
-        followed: bool = False,
+        self, namespace: Namespace, response: StoredResponse, before: Sequence[StoredResponse], left: Left, *, followed: bool
     ) -> Entry | None:
         """What is stored of a response; None if that, or something that it builds on, is too large."""
-        if response in self._too_large or (before and before[-1] in self._too_large):
+        if before and before[-1] in self._too_large:
             self._too_large.add(response)
+        if response in self._too_large:
             return None
-        owner = self._owner(namespace, response.id)
-        names = [one.id for one in before]
-        is_followed = followed or response.num_followers > 0
-
-        def pack() -> tuple[bytes, bytes | None]:
-            record = encode_record(owner, response.session_id, response.items, left, followed=is_followed)
-            return record, encode_body(owner, response.body, names) if left is Left.ALL else None
-
-        record, packed = await _compute(pack, response.num_bytes)
-        if max(len(record), len(packed or b"")) > MAX_BYTES:
+        entry = await self._packing.pack(namespace, response, before, left, followed=followed)
+        if entry is None:
             self._too_large.add(response)
             _log.warning("a response is too large for the state store", num_bytes=response.num_bytes)
-            return None
-        return Entry(self._keys(namespace, response.id), record, packed)
+        return entry
 
     def _forget_deleted(self, namespace: Namespace, response_id: str, header: bytes) -> None:
         if header[1:] in (Left.ITEMS.value, Left.NOTHING.value):
             self._memory.forget(namespace, response_id)
 
-    def _damaged(self, key: bytes, error: Damaged, *keys: bytes) -> None:
+    def _damaged(self, error: Unreadable) -> None:
         self._tell.failed(Failure.DAMAGED)
         _log.error("stored response is removed", reason=str(error))
-        self._writer.add(removal_of(key), lambda: self._link.run(partial(drop, keys=keys), self._save_seconds))
+        self._writer.add(removal_of(error.keys[0]), lambda: self._link.run(partial(drop, keys=error.keys), self._save_seconds))
 
     def _is_removed(self, namespace: Namespace, response_id: str) -> bool:
         """Whether its deletion waits for the store."""
-        return self._writer.has(removal_of(self._keys(namespace, response_id).record))
-
-    def _owner(self, namespace: Namespace, response_id: str) -> Owner:
-        return Owner(self._deployment, namespace.name, response_id)
-
-    def _records(self, namespace: Namespace, response_ids: Iterable[str]) -> list[bytes]:
-        return [keys.record for keys in self._all_keys(namespace, response_ids)]
-
-    def _keys(self, namespace: Namespace, response_id: str) -> Keys:
-        return self._all_keys(namespace, (response_id,))[0]
-
-    def _all_keys(self, namespace: Namespace, response_ids: Iterable[str]) -> list[Keys]:
-        space = b"agentserve:%d:%s:%s:response" % (SCHEMA, self._deployment.hex().encode(), namespace.name.encode())
-        numbers = [b":" + response_id.encode("utf-8", "surrogatepass") for response_id in response_ids]
-        return [Keys(space + number, space + b"-body" + number) for number in numbers]
-
-
-async def _compute(work: Callable[[], T], num_bytes: int) -> T:
-    """The result of `work`, which is done off the event loop if it is long."""
-    return await asyncio.to_thread(work) if num_bytes > LONG_BYTES else work()
+        return self._writer.has(removal_of(self._packing.key(namespace, response_id).record))
