@@ -208,8 +208,8 @@ async def test_text_passes_byte_for_byte_and_its_session_stays_exact(upstream: U
     """Also through the store: a second server takes every other turn."""
     with (
         running_redis() as store,
-        serving(upstream.url, model_folder, state_url=store.url) as one,
-        serving(upstream.url, model_folder, state_url=store.url) as two,
+        serving(upstream.url, model_folder, state_url=store.url, state_timeout_seconds=5) as one,
+        serving(upstream.url, model_folder, state_url=store.url, state_timeout_seconds=5) as two,
     ):
         items: list[Item] = [UserItem(text)]
         for number in range(4):
