@@ -20,6 +20,7 @@ from typing import Any
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # the benchmark's output is to be read whole
 
 import torch
 import vllm.models.minimax_m3.nvidia.model as m3
@@ -28,6 +29,8 @@ from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
 
 from agentserve.engines.plugin.index_reuse import IndexReuse, install, use_epilogue
+from agentserve.engines.plugin.topk_layout import turn_choice_buffers
+from benchmarks.m3_choices import Asked, as_mask, check_blocks, check_experts
 from model.m3.config import MINIMAX_M3, M3Config, config_to_json
 from model.m3.index_reuse import ReusePlan, fixed_plan
 from model.reference.causal import Forced
@@ -69,6 +72,7 @@ class Engine:
         self.reuse = IndexReuse(self.plan(ARMS[0]))
         self._arm = ARMS[0]
         m3.MiniMAXGemmaRMSNorm.forward = _norm
+        turn_choice_buffers(m3.MiniMaxM3SparseAttention)
         install(m3.MiniMaxM3SparseAttention, self.reuse)
         use_epilogue(m3, self.reuse)
         self._capture_arms_by_size()
@@ -154,15 +158,26 @@ class Engine:
         return held | {name: tensor for name, tensor in self.model.named_parameters() if name.startswith("lm_head")}
 
     def seen(self, ids: list[int]) -> Seen:
-        """What the engine computes for a prompt, in one eager prefill."""
+        """What the engine computes for a prompt, in one eager prefill. Raises ChoicesBroken where its choices cannot be such."""
         with _watching(self) as (states, routed, picked):
             self.generate([ids], prompt_logprobs=1)
-        hidden = max(states, key=len)
+        hidden, config = max(states, key=len), self.config
         num_rows = len(hidden)
-        blocks = {ordinal: _as_mask(rows[:num_rows], -(-len(ids) // self.config.block_size)) for ordinal, rows in picked.items()}
-        plan = self.reuse.plan
-        chosen = [blocks[plan.leaders[ordinal]] for ordinal in range(self.config.num_sparse_layers)]
+        check_experts(routed, config.num_sparse_layers, len(ids), config.num_local_experts)
+        asked = Asked(
+            len(ids), config.num_index_heads, config.block_size, config.topk_blocks, config.num_init_blocks, config.num_local_blocks
+        )
+        for ordinal, rows in picked.items():
+            check_blocks(rows, asked, ordinal)
+        blocks = {ordinal: as_mask(rows[:num_rows], asked.num_blocks) for ordinal, rows in picked.items()}
+        chosen = [blocks[self.reuse.plan.leaders[ordinal]] for ordinal in range(config.num_sparse_layers)]
         return Seen(hidden, Forced([rows[:num_rows] for rows in routed], chosen))
+
+    def buffer_facts(self) -> str:
+        """How the buffer of chosen blocks lies in memory, and which of vLLM's classes read and write it."""
+        layer = next(layer.self_attn for layer in self.model.model.layers if hasattr(layer.self_attn, "indexer"))
+        buffer, kernels = layer.topk_indices_buffer, (type(layer.indexer.impl).__name__, type(layer.impl).__name__)
+        return f"buffer {list(buffer.shape)} by strides {buffer.stride()}, {buffer.dtype}; {' and '.join(kernels)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,13 +201,6 @@ def _norm(self: Any, x: Tensor, residual: Tensor | None = None) -> Any:
     return gemma_norm(residual, self.weight, self.variance_epsilon), residual
 
 
-def _as_mask(rows: Tensor, num_blocks: int) -> Tensor:
-    """Block ids [tokens, heads, top k], −1 where there are fewer, as bool [heads, tokens, blocks]."""
-    ids = rows.long().masked_fill(rows < 0, num_blocks)
-    mask = torch.zeros(*ids.shape[:2], num_blocks + 1, dtype=torch.bool, device=ids.device).scatter_(-1, ids, True)
-    return mask[..., :num_blocks].transpose(0, 1)
-
-
 class _Picks:
     """In the place of the overlap meter: keeps each leader's choice of the longest pass."""
 
@@ -202,6 +210,9 @@ class _Picks:
     def saw(self, ordinal: int, chosen: Tensor) -> None:
         if len(chosen) >= len(self.by_layer.get(ordinal, ())):
             self.by_layer[ordinal] = chosen.clone()
+
+    def passed(self) -> None:
+        """Nothing to book."""
 
 
 @contextmanager
@@ -228,7 +239,7 @@ def _watching(engine: Engine) -> Iterator[tuple[list[Tensor], list[Tensor], dict
     layers = [layer.block_sparse_moe for layer in engine.model.model.layers if hasattr(layer, "block_sparse_moe")]
     hooks = [layer.gate.register_forward_hook(routing(layer.e_score_correction_bias)) for layer in layers]
     engine.model.compute_logits = compute_logits
-    engine.reuse.meter = picks  # type: ignore[assignment] # of the meter only `saw` is asked
+    engine.reuse.meter = picks
     try:
         yield states, routed, picks.by_layer
     finally:

@@ -2,6 +2,7 @@
 
     python -m benchmarks.m3_gpu --out FILE.json              with CUDA graphs
     python -m benchmarks.m3_gpu --out FILE.json --eager
+    python -m benchmarks.m3_gpu --out FILE.json --eager --gate-only      gate and overlap: a minute or two, a page of output
 
 Needs a CUDA device and vLLM with M3's NVIDIA model. Weights are random, drawn so that activations keep their size; layers and experts are
 fewer than M3's so that one device holds them. What is done so far is in FILE.json after each step.
@@ -81,13 +82,14 @@ def floor_milliseconds(engine: Engine, arm: Arm, context: list[int]) -> float:
 
 
 def measured_overlap(engine: Engine, rng: random.Random, folder: Path) -> list[list[float]]:
-    """Of a prompt of 32,768 tokens, by the plugin's own meter."""
+    """Of a prompt of 32,768 tokens, by the plugin's own meter. Raises RuntimeError where it booked no pass."""
     path = folder / "overlap.json"
     engine.choose(ARMS[0])
-    engine.reuse.meter = OverlapMeter(path)
-    for _ in range(2):  # a pass is booked when the next one begins
-        engine.generate([random_ids(rng, 32_768)])
+    engine.reuse.meter = meter = OverlapMeter(path)
+    engine.generate([random_ids(rng, 32_768)])
     engine.reuse.meter = None
+    if not meter.num_passes:
+        raise RuntimeError(f"no pass was booked; ignored: {dict(meter.ignored)}; {engine.buffer_facts()}")
     table: list[list[float]] = json.loads(path.read_text())["overlap"]  # noqa: TID251 # the engine's machine has no msgspec
     return table
 
@@ -107,11 +109,12 @@ def steps(engine: Engine, options: argparse.Namespace, folder: Path) -> Iterator
     ids = random_ids(rng, GATE_TOKENS)
     with torch.inference_mode():
         yield "gate", {arm.name: gate(engine, arm, ids) for arm in ARMS[:3]}
-        tokens = torch.tensor(ids, device=engine.device)
-        yield "error_growth", error_growth(engine.config, engine.weights(), tokens, engine.plan(ARMS[0]))
+        if not options.gate_only:
+            tokens = torch.tensor(ids, device=engine.device)
+            yield "error_growth", error_growth(engine.config, engine.weights(), tokens, engine.plan(ARMS[0]))
+    yield "overlap_by_layer", measured_overlap(engine, rng, folder)
     if options.gate_only:
         return
-    yield "overlap_by_layer", measured_overlap(engine, rng, folder)
     engine.choose(ARMS[0])
     engine.reset()
     prefix = random_ids(rng, TURN_CACHED)
@@ -133,13 +136,27 @@ def steps(engine: Engine, options: argparse.Namespace, folder: Path) -> Iterator
     yield "calls", {"choices": engine.reuse.num_choices, "reads": engine.reuse.num_reads}
 
 
+def summary(name: str, value: Any) -> str:
+    """A line for the gate of each arm, else one for the whole figure, numbers rounded and cut: a page in all."""
+    parts = {f"{name}, {arm}": each for arm, each in value.items()} if name == "gate" else {name: value}
+    return "\n".join(f"{title}: {json.dumps(_rounded(part))[:950]}" for title, part in parts.items())
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _rounded(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_rounded(each) for each in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--layers", type=int, default=15)
     parser.add_argument("--experts", type=int, default=16)
-    parser.add_argument("--gate-only", action="store_true")
+    parser.add_argument("--gate-only", action="store_true", help="The gate and overlap; nothing is timed.")
     parser.add_argument("--profile", action="store_true", help="Also device time by kernel.")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--contexts", type=int, nargs="+", default=[32_768, 65_536])
@@ -150,8 +167,8 @@ def main() -> None:
     for name, value in steps(engine, options, options.out.parent):
         result[name] = value
         options.out.write_text(json.dumps(result, indent=1))
-        if "kernels" not in name:
-            print(name, json.dumps(value)[:1500], flush=True)
+        if "kernels" not in name and name != "error_growth":
+            print(summary(name, value), flush=True)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,14 @@ index keys, so a cache that outlives the engine is of no use without reuse; `"in
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from agentserve.engines.plugin.topk_layout import choices_of
 from model.m3.index_reuse import ReusePlan, fixed_plan
 
 _EPILOGUE = "fused_minimax_m3_qknorm_rope_kv_insert"
@@ -27,6 +29,16 @@ class ReuseUnsupported(RuntimeError):
     """This vLLM's M3 is not built as the patch expects; the message names what is missing. Start without index reuse."""
 
 
+class Meter(Protocol):
+    """Looks at every choice that is made."""
+
+    def saw(self, ordinal: int, chosen: Any) -> None:
+        """Layer `ordinal` chose `chosen`: [tokens, index heads, top k] of block ids, −1 where there are fewer; valid during the call."""
+
+    def passed(self) -> None:
+        """The last layer has chosen."""
+
+
 @dataclass(slots=True)
 class IndexReuse:
     """The patch's state in one process. `enabled` and `plan` are read at each call; captured graphs keep what was read at capture."""
@@ -35,7 +47,7 @@ class IndexReuse:
     enabled: bool = True
     keeps_keys: bool = True
     """Whether followers write their index keys all the same; False needs `use_epilogue`."""
-    meter: OverlapMeter | None = None
+    meter: Meter | None = None
     log: Callable[[str], None] | None = None
     num_choices: int = 0
     """Indexers that ran, profiling runs included."""
@@ -134,7 +146,9 @@ def _reader(choose: Callable[..., Any], reuse: IndexReuse, ordinal: int, buffer:
         reuse.num_choices += 1
         chosen = choose(*args, **kwargs)
         if reuse.meter is not None:
-            reuse.meter.saw(ordinal, buffer[: len(args[0])])
+            reuse.meter.saw(ordinal, choices_of(buffer, reuse.indexers[ordinal].num_index_heads)[: len(args[0])])
+            if ordinal == len(reuse.indexers) - 1:
+                reuse.meter.passed()
         return chosen
 
     return forward
@@ -194,20 +208,32 @@ class OverlapMeter:
         self._pass: list[Any] = []
         self._sums: list[list[float]] = []
         self.num_passes = 0
+        self.ignored: Counter[str] = Counter()
+        """Passes that said nothing, by reason."""
 
     def saw(self, ordinal: int, chosen: Any) -> None:
-        """Layer `ordinal` chose `chosen`: [tokens, index heads, top k] of block ids, −1 where there are fewer."""
+        """As `Meter`: the last queries of a pass are kept until it is over."""
         if ordinal == 0:
-            self._end()
-        if ordinal != len(self._pass) or len(chosen) < self.NUM_ROWS:
-            return
-        rows = chosen[-self.NUM_ROWS :].clone()
-        if (rows < 0).any() or (rows.amax(-1) < rows.shape[-1]).any():
-            return  # some query sees no more blocks than it chooses: every layer agrees, and it says nothing
-        self._pass.append(rows)
+            self.passed()
+        if ordinal != len(self._pass):
+            return  # this pass says nothing
+        why = self._worthless(chosen)
+        if why:
+            self.ignored[why] += 1
+            self._pass = []
+        else:
+            self._pass.append(chosen[-self.NUM_ROWS :].clone())
 
-    def _end(self) -> None:
-        """Book the pass that is over; a new one begins."""
+    def _worthless(self, chosen: Any) -> str:
+        if len(chosen) < self.NUM_ROWS:
+            return f"fewer than {self.NUM_ROWS} queries"
+        rows = chosen[-self.NUM_ROWS :]
+        if (rows < 0).any() or (rows.amax(-1) < rows.shape[-1]).any():
+            return "a query sees no more blocks than it chooses"  # there every layer agrees
+        return ""
+
+    def passed(self) -> None:
+        """Book the pass, if its last layer did not do so, and write the file."""
         passed, self._pass = self._pass, []
         if not passed or (self._sums and len(passed) != len(self._sums)):
             return

@@ -17,6 +17,7 @@ from vllm.platforms import current_platform
 
 from agentserve.engines.plugin import m3_kernels
 from agentserve.engines.plugin.index_reuse import IndexReuse, OverlapMeter, install, options_of, use_epilogue
+from agentserve.engines.plugin.topk_layout import turn_choice_buffers
 from model.reference.norms import gemma_norm
 
 _log = init_logger("vllm.agentserve")  # a child of vLLM's logger, else its lines go nowhere
@@ -28,6 +29,7 @@ class M3ForCausalLM(m3.MiniMaxM3SparseForCausalLM):  # type: ignore[misc] # vLLM
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         if current_platform.is_cpu():
             use_cpu_kernels()
+        turn_choice_buffers(m3.MiniMaxM3SparseAttention)
         options = options_of(vllm_config.model_config.hf_text_config)
         if options is not None:
             meter = None if options.overlap_file is None else OverlapMeter(options.overlap_file)
