@@ -20,6 +20,8 @@ from agentserve.server import Server
 from agentserve.settings import load
 from agentserve.web import web_server
 
+GROUPS = ("admission", "alignment", "canonicalise", "engine", "limits", "offload", "sessions", "state")
+
 
 @dataclass(frozen=True, slots=True)
 class Served:
@@ -35,9 +37,7 @@ def serving(engine_url: str, model_folder: Path, **settings: Any) -> Iterator[Se
     flags: dict[tuple[str, ...], Any] = {("engine", "url"): engine_url, ("engine", "model_folder"): model_folder, ("log_level",): "warning"}
     for name, value in settings.items():
         group, _, rest = name.partition("_")
-        flags[(group, rest) if group in ("engine", "offload", "limits", "alignment", "sessions", "state", "canonicalise") else (name,)] = (
-            value
-        )
+        flags[(group, rest) if group in GROUPS else (name,)] = value
     started = threading.Event()
     outcome: list[Served | BaseException] = []
     stop: list[uvicorn.Server] = []

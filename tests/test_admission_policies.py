@@ -152,8 +152,10 @@ def test_a_newcomer_pushes_no_member_out() -> None:
     assert ask(policy, "c", 10, 3.0) is None
     policy.returned(newcomer, 4.0)
     assert policy.is_member("a")
-    let_in(policy, "b", 500, 5.0)
-    assert not policy.is_member("a"), "growth beyond the margin does"
+    policy.returned(let_in(policy, "b", 1100, 5.0), 6.0)
+    assert policy.is_member("a"), "the margin has room for the largest"
+    let_in(policy, "a", 1050, 7.0)
+    assert not policy.is_member("b"), "growth beyond the margin does"
 
 
 def test_running_members_are_never_dropped() -> None:

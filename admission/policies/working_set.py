@@ -2,8 +2,9 @@
 
 Denning's working set with contexts for pages: what is in use is the footprint of every session that runs or has been idle for less than
 `tau_seconds`. Others wait before their turn starts, the one with the longest resident prefix in front. Where members outgrow the budget by
-`over_commit`, the idle one that is expected back last leaves, never one that runs. Without that margin each newcomer would push a member
-out, nobody would ever wait, and everybody would miss. Who has lost its place but not its blocks passes too: letting it in costs nothing.
+`over_commit`, or by the largest of them, the idle one that is expected back last leaves, never one that runs. Without that margin each
+newcomer would push a member out, nobody would ever wait, and everybody would miss. Who has lost its place but not its blocks passes too:
+letting it in costs nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ _CAP_MARGIN = 1.1
 
 @dataclass(frozen=True, slots=True)
 class WorkingSetParameters(BudgetParameters):
-    over_commit: Annotated[float, Knob(0, 1, "of the KV cache beyond the target, before a member must leave")] = 0.1
+    over_commit: Annotated[
+        float, Knob(0, 1, "of the KV cache beyond the target, or else the largest member, before one must leave; 0: nothing")
+    ] = 0.1
     tau_seconds: Annotated[float, Knob(1, 86_400, "idle time after which a member leaves; at least 1.1 of a replay's cap", log=True)] = (
         330.0
     )
@@ -102,7 +105,7 @@ class _WorkingSet(OpenRule):
         busy = self._busy.setdefault(request.session_id, _Busy(0, tokens))
         busy.num_running += 1
         busy.is_over = False
-        self._shrink(running_tokens, now)
+        self._shrink(running_tokens, request.footprint_tokens, now)
 
     def returned(self, request: AdmissionRequest, running_tokens: int, now: float) -> None:
         session_id = request.session_id
@@ -116,7 +119,7 @@ class _WorkingSet(OpenRule):
         if not busy.is_over:
             self._idle[session_id] = _Idle(busy.tokens, now)
             self.idle_tokens += busy.tokens
-            self._shrink(running_tokens, now)
+            self._shrink(running_tokens, request.footprint_tokens, now)
 
     def answered(self, is_member: bool, num_prompt_tokens: int, num_avoidable_tokens: int, has_waiting: bool, now: float) -> None:
         if is_member:
@@ -146,12 +149,21 @@ class _WorkingSet(OpenRule):
         self.idle_tokens -= tokens
         return tokens
 
-    def _shrink(self, running_tokens: int, now: float) -> None:
-        """Idle members leave until the rest is within the margin, whoever is expected back last first."""
-        if self._idle and running_tokens + self.idle_tokens > self._most_tokens:
-            order = sorted(self._idle, key=lambda session_id: self._back_in(session_id, now))
-            while order and running_tokens + self.idle_tokens > self._most_tokens:
-                self._leave(order.pop())
+    def _shrink(self, running_tokens: int, tokens: int, now: float) -> None:
+        """Idle members leave until the rest is within the margin, whoever is expected back last first.
+
+        The margin has room for the largest, `tokens` of the turn that has started or ended among them: the one that was let in last may
+        stand beyond the target with all of its context, and where sessions are large beside the cache somebody would else leave for every
+        one that comes.
+        """
+        if not self._idle or running_tokens + self.idle_tokens <= self._most_tokens:
+            return
+        sizes = [tokens, *(idle.tokens for idle in self._idle.values()), *(busy.tokens for busy in self._busy.values())]
+        largest = max(sizes) if self._parameters.over_commit else 0
+        most = max(self._most_tokens, self.budget_tokens + largest)
+        order = sorted(self._idle, key=lambda session_id: self._back_in(session_id, now))
+        while order and running_tokens + self.idle_tokens > most:
+            self._leave(order.pop())
 
     def _back_in(self, session_id: str, now: float) -> tuple[float, float]:
         """Expected seconds until it is back; without an outlook, and of equals, the longest idle counts as the last."""
