@@ -119,7 +119,7 @@ async def from_second_level(player: Player, probe: list[dict[str, str]], kv_toke
         await push_out(player, kv_tokens)
         await forget_memory()
         found = await player.ask(probe, 4)
-        if found.external:
+        if found.external and found.external_booked:  # it was looked up, and loaded too
             break
         await asyncio.sleep(6)  # a heartbeat
     return found
