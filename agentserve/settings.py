@@ -115,7 +115,7 @@ class AdmissionSettings(Part):
 class StateSettings(Part):
     url: SecretStr | None = Field(
         None,
-        description="URL of the Redis or Valkey that holds sessions and Responses, so that any server takes the next turn; default: memory.",
+        description="URL of the Redis or Valkey that holds sessions and Responses, for any server to take the next turn; default: memory.",
     )
     timeout_seconds: float = Field(0.05, gt=0, description="Longest that a turn waits for Redis, seconds; then it goes on from memory.")
     ttl_seconds: float = Field(6 * 3600.0, gt=0, description="A stored session without a turn on any server expires after this, seconds.")
