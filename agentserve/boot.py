@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -29,13 +28,7 @@ from agentserve.capture import Capture, CaptureOptions
 from agentserve.deliveries import Deliveries
 from agentserve.dialects.responses_store import ResponseStore
 from agentserve.engines import Engine
-from agentserve.engines.embedded import EmbeddedEngine
-from agentserve.engines.hints import EngineHints, NoHints, engine_hints
-from agentserve.engines.kv_events import KvEventSubscriber
-from agentserve.engines.lmcache import LmcacheServer
-from agentserve.engines.lmcache_command import LmcacheOptions
-from agentserve.engines.vllm import VllmEngine
-from agentserve.engines.vllm_command import EmbeddedOptions, plugin_options
+from agentserve.engines.hints import EngineHints, NoHints
 from agentserve.errors import SetupError
 from agentserve.media import MediaTurns
 from agentserve.metrics import Metrics
@@ -46,6 +39,7 @@ from agentserve.retention import Retention
 from agentserve.server import Server
 from agentserve.sessions import Namespaces
 from agentserve.settings import EngineSettings, Settings, StateSettings
+from agentserve.starting import Followed, check_alike, follow, make_engines, start_offload
 from agentserve.state import responses as response_state
 from agentserve.state.breaker import Failure
 from agentserve.state.link import RedisLink
@@ -59,7 +53,6 @@ from model.chat.jinja import UnstableTemplate
 from model.chat.jinja_template import TemplateRefused
 from model.tokenizer import Tokenizer, verify
 from prefix_cache.mirror import Mirror
-from prefix_cache.tiers.chunks import Watermark
 from prefix_cache.tiers.offload import Offload
 
 DEFAULT_BLOCK_SIZE = 128
@@ -89,128 +82,6 @@ async def running_server(settings: Settings, progress: Callable[[str], None]) ->
             stack.push_async_callback(server.turns.stored.close)
             await server.turns.stored.start()
         yield server
-
-
-@dataclass(frozen=True, slots=True)
-class Made:
-    """An engine that is not started yet, the ZMQ endpoints of its KV events and their replay, and the embedded engine's model folder."""
-
-    engine: Engine
-    events: str | None = None
-    replay: str | None = None
-    nano: Path | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Followed:
-    """A started engine, and what hears its events."""
-
-    engine: Engine
-    mirror: Mirror | None = None
-    offload: Offload | None = None
-    hints: EngineHints = field(default_factory=NoHints)
-    """Its plugin, where it has one."""
-
-
-async def follow(settings: Settings, made: Made, tier: LmcacheServer | None, stack: AsyncExitStack) -> Followed:
-    """Follow the KV events of an engine that has started, and find its plugin."""
-    engine = made.engine
-    hints = await start_hints(settings, engine, stack)
-    if made.events is None or engine.info.block_size is None:
-        return Followed(engine, hints=hints)
-    mirror = Mirror(engine.info.block_size)
-    offload = follow_offload(settings, mirror, tier)
-    subscriber = KvEventSubscriber(made.events, made.replay, settings.engine.events_topic, mirror)
-    stack.push_async_callback(subscriber.close)
-    await subscriber.start()
-    await subscriber.caught_up()  # else the first predictions would not know an older engine's blocks
-    if isinstance(engine, EmbeddedEngine):
-        engine.on_restart = mirror.restarted
-    return Followed(engine, mirror, offload, hints)
-
-
-async def start_hints(settings: Settings, engine: Engine, stack: AsyncExitStack) -> EngineHints:
-    """The way to the engine's plugin, where the settings say that it has one."""
-    options = settings.engine
-    key = options.api_key.get_secret_value() if options.url is not None and options.api_key is not None else None
-    hints = engine_hints(options.plugin, engine.url, key)
-    stack.push_async_callback(hints.close)
-    await hints.start()
-    return hints
-
-
-def check_alike(first: Engine, others: Iterable[Engine]) -> None:
-    """Raise SetupError for engines that do not serve the same: a session may go on at any of them."""
-    for other in others:
-        for name in ("model", "max_model_len", "block_size"):
-            ours, theirs = getattr(first.info, name), getattr(other.info, name)
-            if ours != theirs:
-                raise SetupError(f"the engines at {first.url} and {other.url} differ in {name}: {ours!r} and {theirs!r}; start them alike")
-
-
-async def start_offload(settings: Settings, progress: Callable[[str], None], stack: AsyncExitStack) -> LmcacheServer | None:
-    """The cache server beside the embedded engine, if the settings ask for one. Raises SetupError."""
-    options = settings.offload
-    if options.tier == "off" or settings.engine.url is not None:
-        return None
-    url = options.url.get_secret_value() if options.url else None
-    tier = LmcacheServer(LmcacheOptions(options.bytes, options.chunk_tokens, settings.engine.block_size, url), progress=progress)
-    stack.push_async_callback(tier.close)
-    await tier.start()
-    return tier
-
-
-def follow_offload(settings: Settings, mirror: Mirror, tier: LmcacheServer | None) -> Offload | None:
-    """The books of the tiers behind the engine, fed by what the mirror hears. Raises SetupError."""
-    options = settings.offload
-    if options.tier == "off":
-        return None
-    if options.chunk_tokens % mirror.block_size:
-        raise SetupError(f"--offload-chunk-tokens must be a multiple of the engine's block of {mirror.block_size} tokens")
-    memory = None if options.capacity_tokens is None else Watermark(options.capacity_tokens // options.chunk_tokens)
-    offload = Offload(mirror.block_size, options.chunk_tokens, has_remote=options.url is not None, memory=memory)
-    mirror.on_batch = offload.apply
-    if tier is not None:
-        tier.on_change = lambda is_up: offload.started() if is_up else offload.stopped()
-    return offload
-
-
-def make_engines(settings: Settings, progress: Callable[[str], None], tier: LmcacheServer | None = None) -> list[Made]:
-    """The engines that the settings name, or the embedded one. Raises SetupError."""
-    options = settings.engine
-    if options.url is not None:
-        key = options.api_key.get_secret_value() if options.api_key else None
-        urls = options.url.replace(",", " ").split()
-        events = _one_each("--engine-events", options.events, len(urls))
-        replays = _one_each("--engine-events-replay", options.events_replay, len(urls))
-        engines = [VllmEngine(url, api_key=key, start_timeout_seconds=options.start_seconds) for url in urls]
-        return [Made(*each) for each in zip(engines, events, replays, strict=True)]
-    embedded = EmbeddedEngine(
-        EmbeddedOptions(
-            cache_folder=settings.cache_folder,
-            model=settings.embedded_model,
-            index_topk_freq=settings.embedded_index_topk_freq,
-            kv_tokens=options.kv_tokens,
-            block_size=options.block_size,
-            max_model_len=options.max_model_len,
-            tensor_parallel=options.tensor_parallel,
-            plugin=plugin_options(options.plugin),
-            start_timeout_seconds=options.start_seconds,
-            extra_args=tier.engine_args if tier is not None else (),
-        ),
-        progress=progress,
-    )
-    return [Made(embedded, embedded.events_endpoint, embedded.replay_endpoint, embedded.model_folder)]
-
-
-def _one_each(name: str, endpoints: str | None, num_engines: int) -> list[str | None]:
-    """The endpoints of the engines, in their order."""
-    if endpoints is None:
-        return [None] * num_engines
-    found: list[str | None] = [*endpoints.replace(",", " ").split()]
-    if len(found) != num_engines:
-        raise SetupError(f"{name} names {len(found)} endpoints for {num_engines} engines: name one for each, in the order of --engine-url")
-    return found
 
 
 def model_folder(settings: Settings, engine: Engine, nano: Path | None) -> Path:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from agentserve.cache import CacheBooks
@@ -76,16 +75,34 @@ class Replica:
         while capacity is not None and self.books.is_behind(capacity) and self.clock() < deadline:  # noqa: ASYNC110 - the mirror tells nobody
             await asyncio.sleep(_LAG_POLL_SECONDS)
 
-    @contextmanager
-    def running(self, num_uncached_tokens: int) -> Iterator[None]:
-        """The body of the `with` is a turn on this engine."""
-        self.num_running += 1
-        self.uncached_tokens += num_uncached_tokens
-        try:
-            yield
-        finally:
-            self.num_running -= 1
-            self.uncached_tokens -= num_uncached_tokens
+    def running(self, num_uncached_tokens: int) -> Running:
+        """For a `with`, whose body is a turn on this engine."""
+        return Running(self, num_uncached_tokens)
+
+
+class Running:
+    """A turn's part in the load of an engine, for the length of a `with` block."""
+
+    def __init__(self, replica: Replica, num_uncached_tokens: int) -> None:
+        self._replica = replica
+        self._num_uncached_tokens = num_uncached_tokens
+
+    def __enter__(self) -> Running:
+        self._count(1)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._count(-1)
+
+    def move_to(self, replica: Replica, num_uncached_tokens: int) -> None:
+        """Another engine computes it from here on."""
+        self._count(-1)
+        self._replica, self._num_uncached_tokens = replica, num_uncached_tokens
+        self._count(1)
+
+    def _count(self, sign: int) -> None:
+        self._replica.num_running += sign
+        self._replica.uncached_tokens += sign * self._num_uncached_tokens
 
 
 class Replicas:

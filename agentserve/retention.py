@@ -68,6 +68,9 @@ class Life:
 
     def __init__(self, replica: Replica, session: Session, request: AdmissionRequest, *, from_user: bool) -> None:
         self.replica = replica
+        """Whose ticket it holds."""
+        self.engine = replica
+        """Whose engine computes it, and is told of it."""
         self.session_id = session.id
         self.request = request
         self.end = TurnEnd(ends_turn=False, from_user=from_user)
@@ -193,7 +196,7 @@ class Retention:
         if not life.request.is_aside:
             life_id = life.request.session_id
             self.lifecycle.turn_ended(life_id, self._clock(), life.end)
-            life.replica.hints.tell(SessionHint(session_id=life.session_id, return_class=self.lifecycle.return_class(life_id)))
+            life.engine.hints.tell(SessionHint(session_id=life.session_id, return_class=self.lifecycle.return_class(life_id)))
         if life.hits is not None:
             self._reserve.seen(life.end.num_output_tokens)
         if life.ticket is not None and life.hits is not None and life.hits.actual is not None:

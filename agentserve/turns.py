@@ -32,7 +32,7 @@ from agentserve.places import Place, Places
 from agentserve.plans import Outcome, Times, plan_of
 from agentserve.prompt import FlatPrompt
 from agentserve.records import TurnLog, TurnRecord
-from agentserve.replicas import Replica, Replicas
+from agentserve.replicas import Replica, Replicas, Running
 from agentserve.retention import Ask, Life, Retention
 from agentserve.sessions import Namespace, Namespaces, Relation, Session, TurnKind
 from agentserve.state.recall import Recall
@@ -52,11 +52,12 @@ _STALE_SECONDS = 0.001
 class Turn:
     """A turn that holds its ticket. Iterate `deltas` once; then `outcome` is set."""
 
-    def __init__(self, turns: Turns, ask: Ask, times: Times, life: Life) -> None:
+    def __init__(self, turns: Turns, ask: Ask, times: Times, life: Life, running: Running) -> None:
         self._turns = turns
         self._ask = ask
         self._times = times
         self._life = life
+        self._running = running
         self._generated: list[int] = []
         self._kept: asyncio.Future[bool] | None = None
         self._num_reasoning_tokens = 0
@@ -121,6 +122,8 @@ class Turn:
         self._ask.replica.twins.computed(self._ask.request.request_id)
         estimate = self._turns.estimate(replica, self._ask.session, self._ask.place)
         self._ask = replace(self._ask, replica=replica, estimate=estimate)
+        self._life.engine = replica
+        self._running.move_to(replica, estimate.num_prompt_tokens - (estimate.predicted or 0))
         self._sent = replica.books.send(self._ask.estimate)
 
     def another(self, number: int) -> Turn:
@@ -136,7 +139,7 @@ class Turn:
         options = replace(self._ask.options, answer_id=None, since=None)
         now = self._turns.clock()
         ask = replace(self._ask, relation=relation, estimate=estimate, request=request, options=options)
-        turn = Turn(self._turns, ask, Times(now, now), self._life)
+        turn = Turn(self._turns, ask, Times(now, now), self._life, self._running)
         self._others.append(turn)
         return turn
 
@@ -326,14 +329,14 @@ class Turns:
             start = max(computed, replica.books.num_known_blocks(estimate))
             queued = self.clock()
             with (
-                replica.running(estimate.num_prompt_tokens - resident),
+                replica.running(estimate.num_prompt_tokens - resident) as running,
                 replica.twins.computing(request.request_id, estimate.hashes, start),
             ):
                 async with self.retention.admitted(ask) as life:
                     times.granted = self.clock()
                     if times.granted - queued > _STALE_SECONDS:
                         ask = replace(ask, estimate=self.estimate(replica, session, place))
-                    turn = Turn(self, ask, times, life)
+                    turn = Turn(self, ask, times, life, running)
                     try:
                         yield turn
                     finally:

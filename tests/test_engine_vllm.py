@@ -75,6 +75,14 @@ def start_up(
     return serve
 
 
+async def answered(connection: Connection) -> bool:
+    """One token and the end, as a well engine sends them."""
+    await connection.open_stream()
+    await connection.send_event(TOKEN)
+    await connection.end_stream()
+    return True
+
+
 # --- events
 
 
@@ -342,10 +350,7 @@ async def test_an_engine_without_the_generate_route_is_asked_for_completions(sta
 
     async def generate(connection: Connection, path: bytes) -> bool:
         paths.append(path)
-        await connection.open_stream()
-        await connection.send_event(TOKEN)
-        await connection.end_stream()
-        return True
+        return await answered(connection)
 
     async with raw_server(start_up(generate, probe_status=status)) as url, started(url) as engine:
         assert ids_of(await run(engine, ask())) == [7]
@@ -361,10 +366,7 @@ async def test_a_request_into_a_connection_that_the_engine_had_closed_is_sent_on
         seen.append(connection.number)
         if connection.number == 0:  # the connection of the start: reused, and closed without a byte
             return False
-        await connection.open_stream()
-        await connection.send_event(TOKEN)
-        await connection.end_stream()
-        return True
+        return await answered(connection)
 
     async with raw_server(start_up(generate)) as url, started(url) as engine:
         assert ids_of(await run(engine, ask())) == [7]
@@ -386,10 +388,7 @@ async def test_a_fresh_connection_that_ends_before_the_first_token_is_tried_once
             if how == "reset":
                 connection.reset()
             return False
-        await connection.open_stream()
-        await connection.send_event(TOKEN)
-        await connection.end_stream()
-        return True
+        return await answered(connection)
 
     async with raw_server(start_up(generate)) as url, started(url) as engine:
         assert ids_of(await run(engine, ask())) == [7]
@@ -462,10 +461,7 @@ async def test_a_finished_generation_gives_its_connection_back() -> None:
 
     async def generate(connection: Connection, _: bytes) -> bool:
         numbers.append(connection.number)
-        await connection.open_stream()
-        await connection.send_event(TOKEN)
-        await connection.end_stream()
-        return True
+        return await answered(connection)
 
     async with raw_server(start_up(generate)) as url, started(url) as engine:
         for _ in range(3):

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import subprocess
 from itertools import pairwise
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from agentserve.boot import follow_offload
+from agentserve.engines.lmcache import SHARED_MEMORY, remove_orphans
 from agentserve.engines.lmcache_command import LmcacheOptions, connector_args, lmcache_command
 from agentserve.errors import SetupError
 from agentserve.settings import load
+from agentserve.starting import follow_offload
 from prefix_cache.mirror import Mirror
 
 
@@ -47,3 +50,16 @@ def test_generated_tokens_are_kept_and_a_failed_load_is_computed() -> None:
     assert config["kv_load_failure_policy"] == "recompute"
     assert config["kv_connector_extra_config"]["lmcache.mp.save_decode_cache"] is True
     assert config["kv_connector_extra_config"]["lmcache.mp.port"] == 5555
+
+
+def test_shared_memory_of_ranks_that_end_a_moment_later_is_removed_and_that_of_others_stays() -> None:
+    with subprocess.Popen(["sleep", "0.6"]) as rank, subprocess.Popen(["sleep", "60"]) as other:
+        segments = {process: SHARED_MEMORY / f"lmcache_kv_{process.pid}_0" for process in (rank, other)}
+        for segment in segments.values():
+            segment.touch()
+        try:
+            asyncio.run(remove_orphans(set(segments.values()), seconds=2))
+            assert [segment.exists() for segment in segments.values()] == [False, True]
+        finally:
+            other.kill()
+            segments[other].unlink(missing_ok=True)

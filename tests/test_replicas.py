@@ -127,6 +127,21 @@ async def test_a_dead_engine_costs_no_client_anything_and_comes_back(
         assert_nothing_is_held(served)
 
 
+async def test_turns_that_a_dead_engine_leaves_are_shared_out_among_the_others(renderer: FormatRenderer, model_folder: Path) -> None:
+    engines = upstreams(renderer, 3)
+    dead, *others = engines
+    dead.default = Script(status=500, ttft_seconds=0.3)
+    for engine in others:
+        engine.default = Script(ttft_seconds=1.0)
+    with fleet(engines, model_folder, events=False) as served:
+        replies = await asyncio.gather(*(chat(served.url, [say(f"job {number}")], stream=False) for number in range(18)))
+        assert {reply.status for reply in replies} == {200}
+        assert served.server.replicas.num_moved_turns >= 4
+        shares = [len(asked(engine)) for engine in others]
+        assert max(shares) - min(shares) <= 3, shares
+        assert all(replica.load == 0 for replica in served.server.replicas)
+
+
 async def test_where_no_engine_is_left_the_last_error_is_told(renderer: FormatRenderer, model_folder: Path) -> None:
     engines = upstreams(renderer)
     for engine in engines:

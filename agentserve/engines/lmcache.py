@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -32,6 +31,7 @@ PROGRESS_SECONDS: Final = 2.0
 FIRST_BACKOFF_SECONDS: Final = 1.0
 LAST_BACKOFF_SECONDS: Final = 60.0
 
+ORPHAN_SECONDS: Final = 5.0
 SHARED_MEMORY: Final = Path("/dev/shm")
 _SEGMENTS: Final = "lmcache_kv_*"
 
@@ -87,7 +87,7 @@ class LmcacheServer:
         if self._process is not None:
             await end(self._process)
             self._process = None
-        _remove_orphans(_segments() - self._others)
+        await remove_orphans(_segments() - self._others)
         (self._run_folder / "password").unlink(missing_ok=True)
         if not self._keep_log:
             shutil.rmtree(self._run_folder, ignore_errors=True)
@@ -163,19 +163,23 @@ def _segments() -> set[Path]:
     return set(SHARED_MEMORY.glob(_SEGMENTS))
 
 
-def _remove_orphans(segments: set[Path]) -> None:
-    """A vLLM that is stopped by a signal leaves its segments behind."""
-    for segment in segments:
-        process = segment.name.split("_")[2]
-        if not process.isdigit() or not _is_alive(int(process)):
+async def remove_orphans(segments: set[Path], seconds: float = ORPHAN_SECONDS) -> None:
+    """A vLLM that is stopped by a signal leaves its segments behind; its ranks may end a moment after it, and are waited for."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + seconds
+    while segments:
+        gone = {segment for segment in segments if not _is_alive(segment.name.split("_")[2])}
+        for segment in gone:
             segment.unlink(missing_ok=True)
+        segments = segments - gone
+        if loop.time() >= deadline:
+            return  # another vLLM's, which has started since
+        await asyncio.sleep(POLL_SECONDS)
 
 
-def _is_alive(process: int) -> bool:
+def _is_alive(process: str) -> bool:
+    """Whether a process runs; one that nobody has waited for yet does not."""
     try:
-        os.kill(process, 0)
-    except ProcessLookupError:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
         return False
-    except PermissionError:
-        return True
-    return True
