@@ -264,6 +264,15 @@ def test_every_field_of_a_turn_and_of_the_cache_is_documented(server: Server, an
     assert set(re.findall(r"`(\w+)`", mirror[1])) == set(engine["mirror"])
 
 
+def test_every_page_stands_once_in_the_table_of_the_readme() -> None:
+    table = (ROOT / "README.md").read_text().partition("\n## Documentation\n")[2].partition("\n## ")[0]
+    linked = re.findall(r"\]\((docs/(?:guide|concepts|reference)/[\w-]+\.md)\)", table)
+    pages = [
+        page.relative_to(ROOT).as_posix() for folder in ("guide", "concepts", "reference") for page in (ROOT / "docs" / folder).glob("*.md")
+    ]
+    assert sorted(linked) == sorted(pages)
+
+
 def test_every_miss_cause_and_turn_kind_is_documented_and_no_other() -> None:
     assert names(CONCEPTS / "hit-accounting.md", "Miss causes") == list(Cause)
     assert names(CONCEPTS / "sessions.md", "Turn kinds") == list(TurnKind)
