@@ -152,6 +152,7 @@ class ScriptedEngine:
             kv = self.cache.model
             # vLLM counts its null block too.
             config = f'block_size="{kv.block_size}",enable_prefix_caching="True",engine="0",num_gpu_blocks="{kv.num_blocks + 1}"'
+            config += f',prefix_caching_hash_algo="{kv.hash_algorithm}"'
             samples.append(("gauge", "vllm:cache_config_info", config, 1.0))
         return _exposition(samples)
 
