@@ -80,17 +80,25 @@ class ScriptedEngine:
             self.cache.append(allocation, ids)
             await self._publish(self.cache)
 
-    async def preempt(self, allocation: Allocation, num_output_tokens: int) -> None:
-        """Take the request's blocks away, and let it compute them again. Its count of cached tokens stays that of its first run."""
+    async def preempt(self, allocation: Allocation, num_output_tokens: int, *, keep_blocks: bool = False) -> None:
+        """Take the request's blocks away, and let it compute them again. Its count of cached tokens stays that of its first run.
+
+        With `keep_blocks` nobody else needs them: its second run hits its own, and the engine's counters take that for a hit of a prompt.
+        """
         if self.cache is None:
             return
         self.counters.num_preemptions += 1
         num_cached, ids = allocation.num_cached_tokens, tuple(allocation.ids)
-        self.cache.drop(allocation)
+        if keep_blocks:
+            self.cache.free(allocation)
+        else:
+            self.cache.drop(allocation)
         await self._publish(self.cache)
         again = await self._admit(self.cache, Work(ids, num_output_tokens, allocation.salt, allocation.session_id))
         allocation.blocks, allocation.hashes = again.blocks, again.hashes
         allocation.num_stored_blocks, allocation.num_cached_tokens = again.num_stored_blocks, again.num_cached_tokens
+        self.counters.num_prompt_tokens += len(ids) if keep_blocks else 0
+        self.counters.num_cached_tokens += again.num_cached_tokens if keep_blocks else 0
         await self._prefill(self.cache, allocation)
         allocation.num_cached_tokens = num_cached
 
