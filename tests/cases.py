@@ -61,12 +61,9 @@ CASES: dict[str, Case] = {
     "TOK-14": Case("a call that was cut, in the history"),
     "SES-02": Case("no lock over a stream"),
     "SES-04": Case("regenerated and edited turns as branches"),
-    "SES-05": Case(
-        "compaction in its forms",
-        open="with the plugin a side request's blocks leave first; not shown with a main session of most of the cache",
-    ),
+    "SES-05": Case("compaction in its forms"),
     "SES-06": Case("agents that start at once on one cold head"),
-    "SES-07": Case("side requests beside a main session", open="as above: only with the engine's plugin, and not shown at this size"),
+    "SES-07": Case("side requests beside a main session"),
     "SES-09": Case("state that is gone while the client has its history"),
     "SES-10": Case("whole histories of Responses items without ids"),
     "SES-11": Case("an answer that the user stopped, in the next history"),
@@ -120,9 +117,7 @@ CASES: dict[str, Case] = {
     "KVM-09": Case("salt, adapter and image of one name"),
     "KVM-10": Case("ranks that disagree about an external hit"),
     "KVM-11": Case("counts that contradict each other"),
-    "KVM-12": Case(
-        "a part of a chunk loaded over the engine's blocks", open="outputs with and without a tier are not compared token by token"
-    ),
+    "KVM-12": Case("a part of a chunk loaded over the engine's blocks"),
     "KVM-13": Case("generated tokens that are offloaded"),
     "KVM-14": Case("preempted tokens that count as hits"),
     "KVM-15": Case("keys that collide"),

@@ -125,6 +125,11 @@ def test_side_requests_are_probes_and_asides_without_tools() -> None:
     assert is_side_request(num_messages=1, num_tools=0, max_output_tokens=1, session_has_tools=False)
     assert is_side_request(num_messages=1, num_tools=0, max_output_tokens=512, session_has_tools=True)
     assert not is_side_request(num_messages=1, num_tools=0, max_output_tokens=512, session_has_tools=False)
+    assert not is_side_request(num_messages=1, num_tools=0, max_output_tokens=16, session_has_tools=False)
+    assert is_side_request(num_messages=1, num_tools=0, max_output_tokens=16, session_has_tools=False, is_named=False)
+    assert not is_side_request(num_messages=1, num_tools=0, max_output_tokens=None, session_has_tools=False, is_named=False)
+    assert not is_side_request(num_messages=1, num_tools=3, max_output_tokens=16, session_has_tools=False, is_named=False)
+    assert not is_side_request(num_messages=3, num_tools=0, max_output_tokens=16, session_has_tools=False, is_named=False)
     assert not is_side_request(num_messages=9, num_tools=20, max_output_tokens=None, session_has_tools=True)
 
 
