@@ -102,6 +102,7 @@ def follow_offload(settings: Settings, mirror: Mirror, tier: LmcacheServer | Non
     offload = Offload(mirror.block_size, options.chunk_tokens, has_remote=options.url is not None, memory=memory)
     mirror.on_batch = offload.apply
     if tier is not None:
+        offload.ranks = tier.ranks.lookups
         tier.on_change = lambda is_up: offload.started() if is_up else offload.stopped()
     return offload
 

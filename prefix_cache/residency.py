@@ -75,7 +75,7 @@ class Residency:
         names = _names(event.block_hashes)
         if not names:
             return
-        at = self._runs.find(_name(event.parent_block_hash)) if event.parent_block_hash is not None else None
+        at = self._runs.find(block_name(event.parent_block_hash)) if event.parent_block_hash is not None else None
         parent = self._parent_hash(event, at)
         if parent is None:
             self._enter_unresolved(names)
@@ -198,7 +198,7 @@ class Residency:
             return at[0].hash_at(at[1])
         anchor = self._find_anchor(event)
         if anchor is not None:
-            self._enter_parent(_name(event.parent_block_hash), anchor)
+            self._enter_parent(block_name(event.parent_block_hash), anchor)
         return anchor
 
     def _find_anchor(self, event: BlockStored) -> BlockHash | None:
@@ -290,7 +290,7 @@ class Residency:
 
     def _adopt_later(self, event: BlockStored) -> None:
         assert event.parent_block_hash is not None
-        siblings = self._orphans.setdefault(_name(event.parent_block_hash), [])
+        siblings = self._orphans.setdefault(block_name(event.parent_block_hash), [])
         siblings.append(event)
         del siblings[:-_MAX_SIBLINGS]
         _trim(self._orphans, _MAX_ORPHANS)
@@ -352,10 +352,10 @@ def _names(hashes: Sequence[EngineHash]) -> Sequence[int]:
     try:
         return array("Q", hashes)  # type: ignore[arg-type]  # what is no int raises
     except (TypeError, OverflowError):
-        return [_name(name) for name in hashes]
+        return [block_name(name) for name in hashes]
 
 
-def _name(name: EngineHash) -> int:
+def block_name(name: EngineHash) -> int:
     """The engine's hash in 64 bits: what it sends by default is the low end of the long form."""
     return name & _NAME_MASK if isinstance(name, int) else int.from_bytes(name[-NAME_BYTES:], "big")
 

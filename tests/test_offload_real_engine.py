@@ -146,13 +146,22 @@ async def two_ranks(url: str, kv_tokens: int = 2048) -> None:
         lost = [key for key in keys if rank_of(key) == 1]
         assert 2 * len(lost) == len(keys)
         await store.delete(*lost)
+        offload = player.server.books.offload
+        assert offload is not None
+        assert offload.ranks is not None
+        ranks = offload.ranks
+        assert (ranks.num_differing, ranks.num_given_up_tokens) == (0, 0)
         half = await from_second_level(player, probe, kv_tokens, 1)
         assert half.external == 0
+        assert await asyncio.to_thread(wait_until, lambda: ranks.num_differing > 0, 30)
+        assert ranks.num_given_up_tokens >= whole.external
+        assert ranks.num_lookups > ranks.num_differing
         assert half.missed["offload_missing"] == whole.external
 
         again = await from_second_level(player, probe, kv_tokens)  # computed and stored again, on both ranks
         assert again.external == whole.external
         assert {one.text for one in (whole, half, again)} == {cold.text}
+        assert "agentserve_offload_differing_lookups_total" in player.server.metrics.text().decode()
 
 
 @pytest.mark.case("KVM-10")
