@@ -207,10 +207,10 @@ def test_predictions_of_turns_that_run_side_by_side_are_what_vllms_scheduler_fin
             wrong_without += abs(sent.mirrored - actual) > BLOCK
             computed = [*sent.session, *[1 + ended % 900] * (NUM_OUTPUT_TOKENS - 1)]
             demand.end(sent.taker, chain(computed).hashes, len(computed) // BLOCK)
+            mirror.learn(chain(computed).hashes, actual)
             sent.session += [1 + ended % 900] * NUM_OUTPUT_TOKENS
             idle.append(sent.session)
         events.pass_on(rng.randrange(4))
     assert number > 200
-    print(num_lanes, number, wrong, wrong_without)
-    assert wrong_without > 0.02 * number, "nothing was at stake"
+    assert wrong_without >= 20, "nothing was at stake"
     assert wrong <= 0.01 * number
