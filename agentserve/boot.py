@@ -193,6 +193,7 @@ def _replicas(
             mirror=each.mirror,
             offload=each.offload,
             beside=books,
+            lru_blocks=info.num_blocks if isinstance(each.hints, NoHints) else None,  # a plugin orders them by itself
         )
         policy = ADMISSION_POLICIES[picked.policy](TicketBook(), limits, picked.parameters, lifecycle)
         room = WaitingRoom(policy, limits, clock, metrics.queue.observe)

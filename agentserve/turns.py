@@ -118,7 +118,7 @@ class Turn:
 
     def _move_to(self, replica: Replica) -> None:
         """Let another engine compute the prompt."""
-        self._ask.replica.books.prefilled(self._sent)
+        self._ask.replica.books.ended(self._sent)
         self._ask.replica.twins.computed(self._ask.request.request_id)
         estimate = self._turns.estimate(replica, self._ask.session, self._ask.place)
         self._ask = replace(self._ask, replica=replica, estimate=estimate)
@@ -147,7 +147,7 @@ class Turn:
         """Commit what was generated before the turn broke off. Does nothing more after a whole turn."""
         for other in self._others:
             other.abandon()
-        self._ask.replica.books.prefilled(self._sent)
+        self._ask.replica.books.ended(self._sent)
         if self.outcome is None and self._generated:
             self.parser.finish()
             self._commit(self.parser.item())
