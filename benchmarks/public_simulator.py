@@ -59,7 +59,7 @@ print(json.dumps(answer))
 
 
 class PublicFigures(msgspec.Struct):
-    """CPU seconds of the public simulator for one LRU point, without reading; of its C++ core (median of `_ROUNDS`) and of its Python one."""
+    """CPU seconds of the public simulator for one LRU point without reading: of its C++ core, a median, and of its Python one."""
 
     read_seconds: float
     seconds: float
