@@ -189,6 +189,7 @@ def _replicas(
             ceiling_tokens=settings.sessions.ceiling_tokens,
             mirror=each.mirror,
             offload=each.offload,
+            has_unseen_tier=settings.offload.tier == "exclusive",
             beside=books,
         )
         policy = ADMISSION_POLICIES[picked.policy](TicketBook(), limits, picked.parameters, lifecycle)
