@@ -90,7 +90,8 @@ _MAX_LOOKS = 16
 class CacheBooks:
     """Estimates before, books after. `block_size` None: the engine does not say; then there are no block figures.
 
-    `offload` needs a mirror: what a tier adds is counted beyond what the GPU holds. `beside`: the books of another engine of this server.
+    `offload` needs a mirror: what a tier adds is counted beyond what the GPU holds. `has_unseen_tier`: there is one that announces nothing,
+    so that what it brings is counted and not predicted. `beside`: the books of another engine of this server.
     `lru_blocks`: usable blocks of an engine that evicts by last use alone; None where it may not, or does not say how many there are.
     """
 
@@ -101,12 +102,14 @@ class CacheBooks:
         ceiling_tokens: int,
         mirror: Mirror | None,
         offload: Offload | None = None,
+        has_unseen_tier: bool = False,
         beside: CacheBooks | None = None,
         lru_blocks: int | None = None,
     ) -> None:
         self.block_size = block_size
         self.mirror = mirror
         self.offload = offload if mirror is not None else None
+        self._unseen = ExternalHit(0, 0) if has_unseen_tier else None
         # An unlimited cache is one, over however many engines; so are the sums.
         self.tree: PrefixTree = PrefixTree(ceiling_tokens) if beside is None else beside.tree
         self.totals: HitTotals = HitTotals() if beside is None else beside.totals
@@ -148,7 +151,7 @@ class CacheBooks:
         prompt.resident_in, prompt.resident_as_of, prompt.num_resident_blocks = mirror, departures, resident
         if self.demand is not None:
             predicted = self.demand.num_left(hashes, resident) * mirror.block_size
-        external = self.offload.predict(hashes, estimate.num_prompt_tokens, predicted) if self.offload is not None else None
+        external = self.offload.predict(hashes, estimate.num_prompt_tokens, predicted) if self.offload is not None else self._unseen
         given = predicted + external.num_given_tokens if external is not None and external.num_given_tokens else 0
         return replace(
             estimate,
@@ -281,6 +284,11 @@ class CacheBooks:
             self._overtaken.popleft()
             mirror.learn(late.hashes, late.num_cached_tokens, late.guess)
 
+    def _external_predicted(self, estimate: Estimate) -> int | None:
+        if self.offload is None or estimate.external is None or estimate.predicted is None:
+            return None
+        return estimate.external.num_tokens
+
     def _external(self, estimate: Estimate, num_cached_tokens: int | None) -> int | None:
         """Of the hit, what the GPU did not hold: the engine reports the sum only. None where that cannot be told."""
         if estimate.external is None or estimate.predicted is None or num_cached_tokens is None:
@@ -311,7 +319,7 @@ class CacheBooks:
             in_flight=sent.in_flight - max(actual, sent.in_flight_start),
             elsewhere=replace(estimate.elsewhere, in_flight=sent.in_flight),
             recomputed_tokens=recomputed,
-            external_predicted=None if estimate.external is None or estimate.predicted is None else estimate.external.num_tokens,
+            external_predicted=self._external_predicted(estimate),
             external=self._external(estimate, num_cached_tokens),
             # What was resident when it was sent, left while it ran and is missing in its count: the count is of the run after that.
             recomputed_in_gap=first < estimate.num_resident_blocks and self._recomputed(estimate, sent, first, first + 1) > 0,
