@@ -66,7 +66,9 @@ class Metrics:
         self.state_response_saves = self._counter("state_response_saves", "Responses written to Redis")
         self.state_failures = self._counter("state_failures", "Calls to Redis that gave nothing, by reason", "reason")
         self.ended_sessions = self._counter(
-            "ended_sessions", "Sessions that have ended, by how it is known: said, joined to their parent, or inferred from silence", "how"
+            "ended_sessions",
+            "Sessions that have ended, by how it is known: said, joined to their parent, or inferred from silence or succession",
+            "how",
         )
         self.first_token = Histogram(
             "agentserve_time_to_first_token_seconds", "From request to first generated token", registry=self.registry, buckets=SECONDS
