@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from agentserve.prompt import FlatPrompt
 from agentserve.sessions import Relation, Session
-from prefix_cache.blocks import BlockHash
+from prefix_cache.blocks import BlockHash, root_hash
 from prefix_cache.demand import Demand, Taker
 from prefix_cache.hits import NOWHERE, Elsewhere, HitTotals, TurnHits, account
 from prefix_cache.in_flight import Computing, InFlight
@@ -163,7 +163,7 @@ class CacheBooks:
             departures=departures,
         )
 
-    def send(self, estimate: Estimate) -> Sent:
+    def send(self, estimate: Estimate, session: Session | None = None) -> Sent:
         """The request goes to the engine now. Needs its `ended`, whatever becomes of it."""
         size, stop = estimate.block_size, estimate.num_whole_blocks
         known = estimate.num_resident_blocks if self.mirror is not None else estimate.ceiling // size
@@ -171,6 +171,9 @@ class CacheBooks:
         end = self.in_flight.match(estimate.hashes, start, stop)
         computing = self.in_flight.begin(estimate.hashes, start, stop)
         num_whole = min(len(estimate.hashes), estimate.num_prompt_tokens // size)
+        if self.mirror is not None and session is not None:
+            first = start if estimate.predicted is None else min(start, estimate.predicted // size)
+            self.mirror.sent.add(session.id, session.prompt.ids, estimate.hashes, first, num_whole, root_hash(session.prompt.salt))
         taker = self.demand.begin(estimate.hashes, num_whole) if self.demand is not None else None
         return Sent(start * size, end * size, computing, taker=taker) if end > start else Sent(computing=computing, taker=taker)
 

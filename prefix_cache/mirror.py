@@ -19,6 +19,7 @@ from typing import cast
 from prefix_cache.blocks import BlockHash
 from prefix_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event, EventBatch
 from prefix_cache.residency import Residency
+from prefix_cache.sent_prompts import SentPrompts
 
 FULL_ATTENTION_KINDS = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
 """KV group kinds whose blocks a hit needs from the first token on. None: an engine that does not say has one such group."""
@@ -77,6 +78,8 @@ class Mirror:
         self.num_explained_contradictions = 0
         self.on_batch: Callable[[EventBatch], None] | None = None
         """Called with each batch when it is applied: in order, once. For those who follow other media of the same stream."""
+        self.sent = SentPrompts(block_size)
+        """For those who decode the engine's events."""
         self._medium = medium
         self._max_blocks = max_blocks
         self._max_held_batches = max_held_batches

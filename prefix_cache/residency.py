@@ -17,6 +17,7 @@ import xxhash
 from prefix_cache.blocks import TOKEN_BYTES, BlockHash, chain_hashes, root_hash
 from prefix_cache.events import BlockStored, EngineHash, flat_ids
 from prefix_cache.runs import NAME_BYTES, Run, Runs
+from prefix_cache.sent_prompts import SentBlocks
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
@@ -353,8 +354,11 @@ class Residency:
 
 def _block_hashes(event: BlockStored, parent: BlockHash) -> list[BlockHash]:
     """Our hashes of the event's blocks below `parent`. What else the engine hashed (images, embeddings) is mixed in and so isolates."""
-    token_bytes = flat_ids(event.token_ids).tobytes()
     keys = [_other_keys(event, index) for index in range(len(event.extra_keys or ()))] if event.extra_keys and any(event.extra_keys) else []
+    known = event.token_ids
+    if not any(keys) and isinstance(known, SentBlocks) and known.parent == parent:
+        return list(known.hashes)
+    token_bytes = flat_ids(event.token_ids).tobytes()
     if not any(keys):
         return chain_hashes(parent, token_bytes, event.block_size)
     step = event.block_size * TOKEN_BYTES
