@@ -42,14 +42,14 @@ async def check_block_names(settings: Settings, followed: Sequence[Followed]) ->
 
     The embedded engine and its tier are started by this process, alike.
     """
-    if settings.offload.tier == "off" or settings.engine.url is None:
+    if settings.offload.tier != "lmcache" or settings.engine.url is None:
         return
     key = settings.engine.api_key.get_secret_value() if settings.engine.api_key else None
     facts = await asyncio.to_thread(name_facts, [each.engine.url for each in followed], key)
     verdict = hash_seed(facts)
     if verdict.state is State.FOUND:
         raise SetupError(f"what stands before or behind one offload tier has to name content alike: {verdict.finding}; {verdict.fix}")
-    unheard = await _compare(followed) if len(followed) > 1 else []
+    unheard = await compare_names(followed) if len(followed) > 1 else []
     if unheard and verdict.state is State.UNKNOWN:
         _log.warning("block names are not compared", engines=unheard, why=verdict.finding, cure=f"--engine-events, or {verdict.fix}")
     else:
@@ -77,7 +77,7 @@ def _lmcache_ports(engine: EngineFacts) -> Iterable[str]:
                 yield str(where.port)
 
 
-async def _compare(followed: Sequence[Followed]) -> list[str]:
+async def compare_names(followed: Sequence[Followed]) -> list[str]:
     """The engines whose name of a block could not be heard. Raises SetupError for two that name it differently."""
     block_size = followed[0].engine.info.block_size or 0
     ids = [secrets.randbelow(_NUM_PROBE_IDS) for _ in range(block_size + 1)]  # the last is computed and not yet part of a block

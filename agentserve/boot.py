@@ -192,7 +192,9 @@ def _replicas(
             ceiling_tokens=settings.sessions.ceiling_tokens,
             mirror=each.mirror,
             offload=each.offload,
+            has_unseen_tier=settings.offload.tier == "exclusive",
             beside=books,
+            lru_blocks=info.num_blocks if isinstance(each.hints, NoHints) else None,  # a plugin orders them by itself
         )
         policy = ADMISSION_POLICIES[picked.policy](TicketBook(), limits, picked.parameters, lifecycle)
         room = WaitingRoom(policy, limits, clock, metrics.queue.observe)

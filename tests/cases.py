@@ -126,9 +126,9 @@ CASES: dict[str, Case] = {
     "OPS-04": Case("failover of the store"),
     "OPS-05": Case("a limit on open files"),
     "OPS-06": Case("clocks that jump"),
-    "TRC-01": Case("trace files with bad rows", open="a bad row is named and stops the reading; none is skipped and counted"),
+    "TRC-01": Case("trace files with bad rows"),
     "TRC-02": Case("where an assistant's text in a replay comes from"),
-    "TRC-03": Case("nonces, delays and whose hits they are", open="hits of the shared head and of a session itself are not told apart"),
+    "TRC-03": Case("nonces, delays and whose hits they are"),
     "TRC-04": Case("cached tokens that are unknown"),
 }
 

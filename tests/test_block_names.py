@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,12 @@ import msgspec
 import pytest
 import structlog
 
+from agentserve.block_names import compare_names
+from agentserve.engines.vllm import VllmEngine
 from agentserve.errors import SetupError
+from agentserve.settings import load
+from agentserve.starting import Made, follow
+from tests.real_engine import RealEngine
 from tests.scripted import asked
 from tests.serving import Served, chat, serving
 from tests.upstream import FormatRenderer, KvModel, Upstream, in_thread
@@ -139,6 +144,19 @@ async def test_without_events_the_processes_of_this_host_tell(
         with structlog.testing.capture_logs() as logs, serve(engines, model_folder, events=False):
             pass
         assert [line["by"] for line in logs if line["event"] == "block names are alike"] == ["processes"]
+
+
+@pytest.mark.case("KVM-08")
+async def test_real_engines_tell_their_names_by_their_events(engine: RealEngine, small_engine: RealEngine) -> None:
+    async with AsyncExitStack() as stack:
+        followed = []
+        for each in (engine, small_engine):
+            client = VllmEngine(each.url)
+            stack.push_async_callback(client.close)
+            await client.start()
+            made = Made(client, each.events_endpoint, each.replay_endpoint)
+            followed.append(await follow(load({("engine", "url"): each.url}), made, None, stack))
+        assert await compare_names(followed) == [], "both were heard, and say the same"
 
 
 async def test_what_cannot_be_read_is_said_and_stops_nothing(renderer: FormatRenderer, model_folder: Path) -> None:
