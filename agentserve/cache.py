@@ -173,7 +173,9 @@ class CacheBooks:
         num_whole = min(len(estimate.hashes), estimate.num_prompt_tokens // size)
         if self.mirror is not None and session is not None:
             first = start if estimate.predicted is None else min(start, estimate.predicted // size)
-            self.mirror.sent.add(session.id, session.prompt.ids, estimate.hashes, first, num_whole, root_hash(session.prompt.salt))
+            self.mirror.sent.add(
+                session.id, session.prompt.ids, session.prompt.chain.hashes, first, num_whole, root_hash(session.prompt.salt)
+            )
         taker = self.demand.begin(estimate.hashes, num_whole) if self.demand is not None else None
         return Sent(start * size, end * size, computing, taker=taker) if end > start else Sent(computing=computing, taker=taker)
 

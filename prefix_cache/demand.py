@@ -15,6 +15,9 @@ from prefix_cache.mirror import Mirror
 _NUM_LATE_BATCHES = 16
 """After so many more, an answer's blocks that were not announced never will be."""
 
+_NUM_BATCHES_UNTOUCHED = 16
+"""In so few, blocks just used do not become those used the longest ago."""
+
 
 @dataclass(slots=True, eq=False)
 class Taker:
@@ -26,6 +29,10 @@ class Taker:
     """The mirror's, when it was sent."""
     ended_at: int | None = None
     """The mirror's number of batches when it was over; None while it runs."""
+    is_stored: bool = False
+    """Whether events have told of all its blocks; while it runs they stay."""
+    touched_at: int = -_NUM_BATCHES_UNTOUCHED
+    """The mirror's number of batches when its blocks last counted as used."""
 
 
 class Demand:
@@ -56,21 +63,25 @@ class Demand:
             return
         self._mirror.touch(computed, num_blocks)
         taker.hashes, taker.num_blocks, taker.ended_at = computed[:num_blocks], num_blocks, self._mirror.num_applied_batches
+        taker.is_stored = False  # what it generated may not have been announced
 
     def num_left(self, hashes: Sequence[BlockHash], num_matched: int) -> int:
         """How many of the first `num_matched` of `hashes`, which match now, still do for a request that is sent now."""
         if not num_matched or not self._takers:
             return num_matched
         num_taken = self._num_taken()
-        return self._mirror.num_left(hashes, num_matched, num_taken) if num_taken > 0 else num_matched
+        if num_taken <= 0:
+            return num_matched
+        self._keep_running()
+        return self._mirror.num_left(hashes, num_matched, num_taken)
 
     def _num_taken(self) -> int:
         """Blocks that hold something now, and go to the requests that were sent."""
         num_missing = num_open = 0
         for taker in list(self._takers):
-            missing = taker.num_blocks - self._mirror.num_announced(taker.hashes, taker.num_blocks)
+            missing = 0 if taker.is_stored else taker.num_blocks - self._mirror.num_announced(taker.hashes, taker.num_blocks)
             if taker.ended_at is None:
-                self._mirror.touch(taker.hashes, taker.num_blocks)  # what runs is not evicted, however long it has been running
+                taker.is_stored = not missing
                 num_missing += missing + 1 if missing else 0
                 num_open += not missing  # the block that it writes to, which has no name yet
             elif missing and not self._is_over(taker, taker.ended_at):
@@ -78,6 +89,14 @@ class Demand:
             else:
                 del self._takers[taker]
         return num_missing - (self._num_blocks - self._mirror.num_held_blocks - num_open)
+
+    def _keep_running(self) -> None:
+        """What runs is not evicted, however long it has been running."""
+        num_batches = self._mirror.num_applied_batches
+        for taker in self._takers:
+            if taker.ended_at is None and num_batches - taker.touched_at >= _NUM_BATCHES_UNTOUCHED:
+                self._mirror.touch(taker.hashes, taker.num_blocks)
+                taker.touched_at = num_batches
 
     def _is_over(self, taker: Taker, ended_at: int) -> bool:
         """Whether what is missing was announced and has left, its last block first, or will never be announced."""

@@ -55,11 +55,10 @@ class SentPrompts:
     def add(self, session_id: str, ids: array[int], hashes: Sequence[BlockHash], start: int, stop: int, root: BlockHash) -> None:
         """Blocks `start` up to `stop` of a prompt are sent, to be computed; `hashes` are those of its blocks, below `root`."""
         self._drop(session_id)
-        size = self._block_size
+        size, stop = self._block_size, min(stop, len(hashes))
         if (stop - start) * size < _MIN_IDS:
             return
         sent = _Sent(ids[start * size : stop * size], hashes[start:stop], hashes[start - 1] if start else root)
-        assert len(sent.ids) == size * len(sent.hashes)
         self._sent[session_id] = sent
         self.num_ids += len(sent.ids)
         while self.num_ids > self._max_ids:
