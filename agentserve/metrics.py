@@ -114,9 +114,9 @@ class Metrics:
         if hits.actual is not None:
             self.cached_tokens.inc(hits.actual)
             self.known_prompt_tokens.inc(hits.num_prompt_tokens)
-        if hits.external_predicted is not None and hits.external is not None:
-            self.external_predicted_tokens.inc(hits.external_predicted)
+        if hits.external is not None:
             self.external_tokens.inc(hits.external)
+            self.external_predicted_tokens.inc(hits.external_predicted or 0)
         for cause, tokens in (hits.missed or {}).items():
             self.missed_tokens.labels(cause.value).inc(tokens)
         if plan.divergence is not None:
