@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec import structs
 
 from model.chat import Delta, OutputParser, ReasoningDelta, TextDelta
 from model.conversation import AssistantItem, Item
@@ -18,7 +20,7 @@ def without_inline_thought(step: Sequence[Item]) -> Sequence[Item] | None:
     if not isinstance(item, AssistantItem) or item.reasoning is not None:
         return None
     found = _THOUGHT.fullmatch(item.text)
-    return None if found is None else (replace(item, text=found[3], reasoning=found[2]),)
+    return None if found is None else (structs.replace(item, text=found[3], reasoning=found[2]),)
 
 
 @dataclass(frozen=True, slots=True)

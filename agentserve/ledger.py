@@ -17,10 +17,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TypeAlias
 
 import xxhash
+from msgspec import structs
 
 from agentserve.answers import without_inline_thought
 from agentserve.canonical.canonicaliser import Form
@@ -99,7 +99,7 @@ def shape(item: Item) -> Item:
     """`item` without its texts: what a chat format may ask of the item before."""
     match item:
         case AssistantItem(_, _, calls):
-            return AssistantItem(calls=tuple(replace(call, arguments={}) for call in calls))
+            return AssistantItem(calls=tuple(structs.replace(call, arguments={}) for call in calls))
         case ToolResultItem(call_id, _):
             return ToolResultItem(call_id, "")
         case UserItem():
@@ -191,7 +191,8 @@ class Ledger:
     def _follow(self, node: Node, step: Step, owner: str | None) -> Node | None:
         wanted, reasoning = _meaning(step), _reasoning_digest(step)
         found: Node | None = None
-        for parent in (*reversed(node.children.get(NOTE, ())), node):
+        notes = node.children.get(NOTE)
+        for parent in (*reversed(notes), node) if notes else (node,):
             for child in reversed(parent.children.get(wanted, ())):
                 if reasoning is not None and child.reasoning != reasoning:
                     continue

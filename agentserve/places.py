@@ -142,13 +142,17 @@ class Places:
 
     def _follow(self, place: Place, ledger: Ledger, steps: Steps) -> Steps:
         """Go on through known steps; those that are left begin with one that is not known."""
-        for number, (end, step) in enumerate(steps):
-            child = ledger.follow(place.node, step, place.owner)
+        node, number = place.node, 0
+        for end, step in steps:
+            child = ledger.follow(node, step, place.owner)
             if child is None:
-                return steps[number:]
-            place.move_to(child, ledger)
-            place.matched, place.num_known = child, place.num_known if end is None else end
-        return ()
+                break
+            node, number = child, number + 1
+            place.num_known = place.num_known if end is None else end
+        if number:
+            place.move_to(node, ledger)  # nothing else runs meanwhile, so what lies between needs no hold
+            place.matched = node
+        return steps[number:]
 
     async def _recalled(
         self, recall: Recall, place: Place, ledger: Ledger, conversation: Conversation, steps: Steps

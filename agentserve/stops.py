@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+
+from msgspec import structs
 
 from model.chat import Delta, TextDelta
 from model.conversation import AssistantItem
@@ -42,7 +43,7 @@ class StopCutter:
 
     def item(self, item: AssistantItem) -> AssistantItem:
         """The answer as the client saw it."""
-        return replace(item, text="".join(self._shown)) if self._cut else item
+        return structs.replace(item, text="".join(self._shown)) if self._cut else item
 
     @property
     def has_cut(self) -> bool:

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from model.chat import CallArguments, CallStart, Delta, OutputParser, Piece, ReasoningDelta, TextDelta
 from model.chat.formats import CHAT_FORMATS, UnknownChatFormat, detect_chat_format
@@ -256,7 +257,7 @@ def test_outside_text_never_becomes_a_control_token(
         return [id for id in ids if id in control_ids]
 
     control_ids = set(tokenizer.control.values())
-    hostile = [replace(item, text=item.text + "".join(MARKERS)) for item in items]
+    hostile = [structs.replace(item, text=item.text + "".join(MARKERS)) for item in items]
     tools = (Tool("f", description + "".join(MARKERS)),)
     assert controls(Head(system + "".join(MARKERS), tools), hostile) == controls(Head("", (Tool("f"),)), items)
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import random
 from array import array
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from agentserve.canonical.canonicaliser import Form
 from agentserve.ledger import MAX_CHAINS, Ledger, Node, common_ancestor
 from agentserve.prompt import FlatPrompt, ids_json
-from model.conversation import AssistantItem, Head, Item, SystemItem, ToolCall, ToolResultItem, UserItem
+from model.conversation import AssistantItem, Head, Item, Json, SystemItem, ToolCall, ToolResultItem, UserItem, canonical_json
 from prefix_cache.blocks import HashChain
 
 HEAD = Head("You are a coding agent.")
@@ -28,6 +29,40 @@ def held_head(ledger: Ledger, head: Head = HEAD) -> Node:
     node = ledger.add_head(head, [1, 2, 3])
     ledger.hold(node)
     return node
+
+
+atoms = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(st.characters(), max_size=4)
+    | st.sampled_from(["null", "\ud800", 2**70])
+)
+values = st.recursive(
+    atoms, lambda parts: st.lists(parts, max_size=3) | st.dictionaries(st.text(max_size=3), parts, max_size=3), max_leaves=6
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(values, values)
+def test_values_have_the_same_canonical_text_exactly_if_they_are_the_same_to_the_type_and_the_digit(one: Json, other: Json) -> None:
+    def plain(value: Json) -> str:
+        return json.dumps(value, sort_keys=True)
+
+    assert (canonical_json(one) == canonical_json(other)) == (plain(one) == plain(other))
+    again = json.JSONDecoder().decode(plain(one))
+    assert canonical_json(again) == canonical_json(one)
+    assert plain(json.JSONDecoder().decode(canonical_json(one))) == plain(one)
+
+
+@pytest.mark.parametrize(
+    "numbers", [(1, True), (1, 1.0), (0.0, -0.0), (2**64, 2.0**64), (float("nan"), None), (float("inf"), None), (2**70, 2**70 + 1)]
+)
+def test_numbers_that_python_or_json_may_confuse_stay_apart(numbers: tuple[Json, Json]) -> None:
+    one, other = (canonical_json({"b": [number], "a": 1}) for number in numbers)
+    assert one != other
+    assert one.startswith('{"a":1,')
 
 
 def test_equal_items_lead_to_the_same_node_and_others_branch() -> None:

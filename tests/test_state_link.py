@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -193,12 +194,16 @@ async def test_cancelled_calls_never_leave_an_answer_for_the_next_one(store: Red
     proxy = SlowProxy(store.port, delay_seconds=0.005)
     num_read = num_given_up = 0
     async with proxy.running() as url, linked(url) as (link, failures):
+        started = time.monotonic()
+        for _ in range(5):
+            await asyncio.gather(*(link.run(partial(read, key=key, first=b"", start=0), 5.0) for key in keys[:20]))
+        usual = max(0.03, (time.monotonic() - started) / 5)  # on a busy machine answers take longer, and patience with them
 
         async def one(key: bytes) -> None:
             nonlocal num_read, num_given_up
             first = rng.choice((b"", key))  # one command or a transaction
-            task = asyncio.create_task(link.run(partial(read, key=key, first=first, start=0), rng.choice((*[5.0] * 9, 0.02))))
-            await asyncio.wait((task,), timeout=rng.uniform(0, 0.03))
+            task = asyncio.create_task(link.run(partial(read, key=key, first=first, start=0), rng.choice((*[5.0] * 9, usual / 2))))
+            await asyncio.wait((task,), timeout=rng.uniform(0, usual))
             task.cancel()
             try:
                 part = await task
@@ -212,7 +217,7 @@ async def test_cancelled_calls_never_leave_an_answer_for_the_next_one(store: Red
 
         for _ in range(0, 2000, 20):
             await asyncio.gather(*(one(rng.choice(keys)) for _ in range(20)))
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 await link.up()
         assert num_read > 100
         assert num_given_up > 100

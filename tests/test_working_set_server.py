@@ -15,7 +15,7 @@ from tests.upstream import FormatRenderer, KvModel, Script, Upstream, in_thread
 
 pytestmark = pytest.mark.anyio
 
-NUM_SESSIONS, NUM_TURNS, GAP_SECONDS = 8, 5, 0.4
+NUM_SESSIONS, NUM_TURNS, GAP_SECONDS = 8, 5, 0.2
 WORDS = "read the next file of the shop " * 260
 """About 2,000 tokens: four such sessions fit in the cache, eight do not."""
 

@@ -14,7 +14,7 @@ import msgspec
 import xxhash
 
 from agentserve.conversation import TurnOptions, running_digests
-from agentserve.dialects.json_body import decode_body, decode_part
+from agentserve.dialects.json_body import decode_body, decode_part, decode_parts
 from agentserve.dialects.openai_chat import in_call_order, parse_arguments
 from agentserve.dialects.sampling import SamplingFields, sampling
 from agentserve.dialects.tool_choice import anthropic_tool_choice
@@ -72,6 +72,7 @@ class ToolForm(msgspec.Struct):
 
 _request = msgspec.json.Decoder(MessagesRequest)
 _message = msgspec.json.Decoder(Message)
+_messages = msgspec.json.Decoder(list[Message])
 _role = msgspec.json.Decoder(Role)
 _system = msgspec.json.Decoder(str | list[ContentBlock] | None)
 _tools = msgspec.json.Decoder(list[ToolForm] | None)
@@ -184,8 +185,9 @@ class MessagesConversation:
         calls = self._calls_before(start)
         pending: list[ToolResultItem] = []
         base = self._num_head
-        for index in range(base + start, len(self._messages)):
-            message = self._read(index)
+        first = base + start
+        messages = decode_parts(_messages, _message, self._messages[first:], lambda place: f"messages[{first + place}]")
+        for index, message in enumerate(messages, first):
             results, item = _user(message, index) if message.role == "user" else ([], _item(message, index))
             pending += results
             if item is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -37,7 +38,7 @@ def decode_body(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
 
 def decode_part(decoder: msgspec.json.Decoder[T], raw: msgspec.Raw, at: str) -> T:
     """Decode a part of a body that was left raw; `at` names it in errors."""
-    if is_deep(bytes(raw)):
+    if _is_deep_part(raw):
         raise InvalidRequest(f"`{at}` is nested deeper than {MAX_DEPTH} levels", param=at, code="invalid_json")
     try:
         return decoder.decode(raw)
@@ -47,8 +48,26 @@ def decode_part(decoder: msgspec.json.Decoder[T], raw: msgspec.Raw, at: str) -> 
         raise InvalidRequest(f"`{at}` is not valid JSON: {error}", param=at, code="invalid_json") from error
 
 
+def decode_parts(
+    together: msgspec.json.Decoder[list[T]], alone: msgspec.json.Decoder[T], raws: Sequence[msgspec.Raw], at: Callable[[int], str]
+) -> list[T]:
+    """Decode neighbouring parts of a body at once, which costs a fraction of one by one. `at` names a part, by its place, in errors."""
+    if not any(map(_is_deep_part, raws)):
+        try:
+            return together.decode(b"[" + b",".join(raws) + b"]")
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            pass  # one by one says where
+    return [decode_part(alone, raw, at(index)) for index, raw in enumerate(raws)]
+
+
+def _is_deep_part(raw: msgspec.Raw) -> bool:
+    return len(raw) > 2 * MAX_DEPTH and is_deep(bytes(raw))
+
+
 def is_deep(text: bytes) -> bool:
     """Whether lists and objects of JSON text are inside each other deeper than MAX_DEPTH."""
+    if len(text) <= 2 * MAX_DEPTH:  # each takes two brackets
+        return False
     if text.count(b"{") + text.count(b"[") <= MAX_DEPTH:
         return False
     depth = 0

@@ -14,7 +14,7 @@ import msgspec
 import xxhash
 
 from agentserve.conversation import TurnOptions, running_digests
-from agentserve.dialects.json_body import decode_body, decode_part, is_deep
+from agentserve.dialects.json_body import MAX_DEPTH, decode_body, decode_part, decode_parts, is_deep
 from agentserve.dialects.known_bodies import BodyScan, KnownBodies
 from agentserve.dialects.logprob_form import num_top
 from agentserve.dialects.sampling import SamplingFields, sampling
@@ -94,6 +94,7 @@ class ToolForm(msgspec.Struct):
 
 _request = msgspec.json.Decoder(ChatRequest)
 _message = msgspec.json.Decoder(Message)
+_messages = msgspec.json.Decoder(list[Message])
 _role = msgspec.json.Decoder(Role)
 _tools = msgspec.json.Decoder(list[ToolForm] | None)
 _object = msgspec.json.Decoder(dict[str, Any])
@@ -220,6 +221,11 @@ class ChatConversation:
     def _at(self, index: int, decoder: msgspec.json.Decoder[T]) -> T:
         return _decode(decoder, self._messages[index], self._num_before + index)
 
+    def _read(self, start: int) -> list[Message]:
+        """The messages from the `start`-th at hand on."""
+        first = self._num_before + start
+        return decode_parts(_messages, _message, self._messages[start:], lambda place: f"messages[{first + place}]")
+
     def remember(self, scan: BodyScan, start: int, end: int) -> None:
         """Let a later body that begins like this one be read from its end on."""
         num_messages = self._num_before + len(self._messages)
@@ -260,8 +266,7 @@ class ChatConversation:
         results: list[ToolResultItem] = []
         base = self._num_head - self._num_before  # index of the first message behind the head in what is at hand
         calls = self._calls_before(base + start)
-        for index in range(base + start, len(self._messages)):
-            message = self._at(index, _message)
+        for index, message in enumerate(self._read(base + start), base + start):
             if message.role in TOOL_ROLES:
                 results.append(ToolResultItem(message.tool_call_id or "", _text(message, self._num_before + index)))
                 continue
@@ -318,9 +323,9 @@ def _call(form: CallForm) -> ToolCall:
 
 def parse_arguments(text: str) -> dict[str, Json] | str:
     """A call's argument text as an object; the text itself where it is not one, or too deep. Empty text is no arguments."""
-    if not text.strip():
+    if not text or text.isspace():
         return {}
-    if is_deep(text.encode("utf-8", "surrogatepass")):
+    if len(text) > 2 * MAX_DEPTH and is_deep(text.encode("utf-8", "surrogatepass")):
         return text
     try:
         return _object.decode(text)

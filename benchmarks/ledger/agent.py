@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import msgspec
+from msgspec import structs
 from starlette.types import ASGIApp
 
 from agentserve.canonical.rules import Action
@@ -168,7 +169,7 @@ class Agent:
     async def _edit(self, step: Step) -> None:
         whole = self._on(self.last).history
         at = self._rng.choice([i for i, item in enumerate(whole) if not isinstance(item, AssistantItem)])
-        edited = replace(whole[at], text=f"Changed. {whole[at].text}")
+        edited = structs.replace(whole[at], text=f"Changed. {whole[at].text}")
         base: Said | None = self.last
         while base is not None and len(base.after) > at:
             base = base.base

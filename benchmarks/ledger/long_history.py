@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
+from msgspec import structs
 
 from agentserve.boot import build, load_model_files
 from agentserve.dialects import openai_chat
@@ -121,9 +122,7 @@ class _Client:
 
     async def _turn(self, number: int) -> None:
         style = Style(lambda call: respelled(call.arguments, self._rng)) if self._rewrites else Style()
-        items = [
-            replace(i, text=i.text + " " * (number % 3)) if self._rewrites and isinstance(i, AssistantItem) else i for i in self._items
-        ]
+        items = [self._rewritten(item, number) for item in self._items] if self._rewrites else self._items
         body = msgspec.json.encode({**ChatForm().body(self._change(self._head, number), items, style), "stream": True})
         ask = Ask(speech.answer(self._rng, 400), random.Random(number))
         ASKED.set(ask)
@@ -139,6 +138,10 @@ class _Client:
         assert turn.outcome is not None
         self._items.append(turn.outcome.item)
         self._book(body, decoded - started, whole - decoded, turn.plan.num_encoded_tokens, ask)
+
+    @staticmethod
+    def _rewritten(item: Item, number: int) -> Item:
+        return structs.replace(item, text=item.text + " " * (number % 3)) if isinstance(item, AssistantItem) else item
 
     def _book(self, body: bytes, decode: float, whole: float, num_encoded: int, ask: Ask) -> None:
         costs = self._costs

@@ -20,6 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from msgspec import structs
+
 from model.chat import OutputParser, Piece
 from model.chat.jinja_messages import CALL, EXAMPLES, LAST_WORD, Kind, MessageForm, function, kind_of
 from model.chat.jinja_template import ChatTemplate, Message, TemplateRefused
@@ -196,9 +198,9 @@ class JinjaFormat:
         form = (kind_of(item), before, bool(item.text), reasons)
         if form not in self._texts:
             text = "x" if item.text else ""
-            example = replace(EXAMPLES[kind_of(item)], text=text)
+            example = structs.replace(EXAMPLES[kind_of(item)], text=text)
             if isinstance(example, AssistantItem) and reasons:
-                example = replace(example, reasoning="x")
+                example = structs.replace(example, reasoning="x")
             marks = Marks(self._spellings)
             added = self._added(example, None if before is None else EXAMPLES[before], marks)
             shows_call = CALL.name in added or self._form.id_of(CALL.id, marks) in added

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import xxhash
+from msgspec import structs
 
 from model.chat.jinja_template import Message
 from model.chat.marks import Marks
@@ -101,10 +102,10 @@ class MessageForm:
             case None:
                 return []
             case AssistantItem(_, _, calls) if calls:
-                return self._with_calls(tuple(replace(call, arguments=CALL.arguments) for call in calls), marks)
+                return self._with_calls(tuple(structs.replace(call, arguments=CALL.arguments) for call in calls), marks)
             case ToolResultItem(call_id):
                 ids = [call_id, item.call_id] if isinstance(item, ToolResultItem) else [call_id]  # of two results, both have their call
-                return [*self._with_calls(tuple(replace(CALL, id=id) for id in ids), marks), self._result(call_id, marks)]
+                return [*self._with_calls(tuple(structs.replace(CALL, id=id) for id in ids), marks), self._result(call_id, marks)]
             case _:
                 return self.shortest(kind_of(previous), marks)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
+
+from msgspec import structs
 
 from model.chat import ChatFormat, Piece
 from model.conversation import AssistantItem, Json, ToolCall, UserItem
@@ -110,7 +112,7 @@ class FormatRenderer:
         previous = UserItem("")
         opened = _joined(self._format.open_turn(previous))
         # A generation prompt may open the reasoning; then a turn without reasoning generates an empty one.
-        for candidate in (item, replace(item, reasoning=item.reasoning or "")):
+        for candidate in (item, structs.replace(item, reasoning=item.reasoning or "")):
             rest = _after(_joined(self._format.item(candidate, previous)), opened)
             if rest is not None:
                 # A turn in a history ends itself; a generated one ends by the stop id that `generate` adds.
