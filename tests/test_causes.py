@@ -167,9 +167,9 @@ async def test_a_turn_that_queued_is_predicted_as_the_cache_is_when_it_leaves_th
 class Books:
     """The books of one session over a mirror that a test feeds."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_unseen_tier: bool = False) -> None:
         self.mirror = Mirror(BLOCK)
-        self.books = CacheBooks(block_size=BLOCK, ceiling_tokens=100_000, mirror=self.mirror)
+        self.books = CacheBooks(block_size=BLOCK, ceiling_tokens=100_000, mirror=self.mirror, has_unseen_tier=has_unseen_tier)
         self.prompt = FlatPrompt(BLOCK)
         self.session = Session("s", None, self.prompt, 0.0, 0.0)
         self._seq = 0
@@ -202,6 +202,17 @@ def test_what_was_to_come_from_elsewhere_and_did_not_has_its_own_cause(known: di
     assert hits.missed is not None
     assert hits.missed[cause] == 320 - 5 * BLOCK
     assert hits.missed[Cause.EVICTED] == 640 - BLOCK - 320
+
+
+def test_what_an_unseen_tier_brings_is_booked_apart_and_not_predicted() -> None:
+    books, ids = Books(has_unseen_tier=True), list(range(640))
+    books.ask(ids, 0)
+    names = books.stored(ids)
+    books.tell(BlockRemoved(block_hashes=names[5:]))
+    hits = books.ask(ids, 8 * BLOCK)
+    assert (hits.predicted, hits.external_predicted, hits.external) == (5 * BLOCK, None, 3 * BLOCK)
+    assert hits.missed == {Cause.EVICTED: 640 - BLOCK - 8 * BLOCK, Cause.TAIL: BLOCK}
+    assert books.mirror.num_under_predictions == 0
 
 
 def test_an_answer_ahead_of_the_events_is_booked_as_evicted_and_nothing_is_forgotten() -> None:
