@@ -6,15 +6,18 @@ import asyncio
 import subprocess
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
+from agentserve.engines.embedded import EmbeddedEngine
 from agentserve.engines.lmcache import SHARED_MEMORY, remove_orphans
 from agentserve.engines.lmcache_command import LmcacheOptions, connector_args, lmcache_command
+from agentserve.engines.plugin.options import transfer_config
 from agentserve.errors import SetupError
 from agentserve.settings import load
-from agentserve.starting import follow_offload
+from agentserve.starting import follow_offload, make_engines
 from prefix_cache.mirror import Mirror
 
 
@@ -50,6 +53,17 @@ def test_generated_tokens_are_kept_and_a_failed_load_is_computed() -> None:
     assert config["kv_load_failure_policy"] == "recompute"
     assert config["kv_connector_extra_config"]["lmcache.mp.save_decode_cache"] is True
     assert config["kv_connector_extra_config"]["lmcache.mp.port"] == 5555
+
+
+def test_an_exclusive_tier_is_kept_by_the_plugin_and_needs_one(tmp_path: Path) -> None:
+    asked: dict[tuple[str, ...], Any] = {("offload", "tier"): "exclusive", ("offload", "bytes"): 1 << 21}
+    with pytest.raises(SetupError, match="--engine-plugin"):
+        make_engines(load(asked), print)
+    (made,) = make_engines(load(asked | {("engine", "plugin"): "class_hazard", ("cache_folder",): tmp_path}), print)
+    assert isinstance(made.engine, EmbeddedEngine)
+    plugin = made.engine._options.plugin
+    assert plugin is not None
+    assert msgspec.json.decode(transfer_config(plugin))["kv_connector_extra_config"] == {"tier_bytes": 1 << 21}
 
 
 def test_shared_memory_of_ranks_that_end_a_moment_later_is_removed_and_that_of_others_stays() -> None:

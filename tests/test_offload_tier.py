@@ -184,13 +184,15 @@ def test_the_dead_are_not_stored() -> None:
 
 
 def test_loads_are_made_while_they_are_quicker_and_now_and_then_to_see() -> None:
-    now = [0.0]
+    now, numbers = [0.0], itertools.count(2, 2)
     speeds = Speeds(lambda: now[0])
 
     def step(num_tokens: int, seconds: float, num_loaded_tokens: int = 0, load_seconds: float = 0.0) -> None:
-        speeds.step_sent(num_tokens)
+        number = next(numbers)
+        speeds.step_sent(number - 1, 10**6)  # of this one nobody says that it is over
+        speeds.step_sent(number, num_tokens)
         now[0] += seconds
-        speeds.step_done(num_loaded_tokens, load_seconds)
+        speeds.step_done(number, num_loaded_tokens, load_seconds)
 
     assert speeds.is_worth_loading()
     step(1000, 1.0)

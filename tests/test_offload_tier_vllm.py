@@ -17,6 +17,7 @@ import pytest
 
 from admission.eviction.policy import Fate
 from agentserve.engines.plugin import control
+from agentserve.engines.plugin.supported import PluginUnsupported
 from agentserve.engines.plugin.wire import SessionHint
 from tests.test_plugin_vllm import BLOCK_SIZE, EVICTING, PLAIN, _some_hint, _some_turn, ordering, replayed, transfer, workload
 
@@ -167,6 +168,12 @@ def test_a_fault_of_the_order_takes_the_tier_along(vllm_side: ModuleType, tmp_pa
     state = ordering().state()
     assert not state.is_ordering
     assert "a fault of the plugin" in state.tier_off_because
+
+
+def test_a_tier_that_cannot_be_is_refused_at_start(vllm_side: ModuleType, tmp_path: Path) -> None:
+    for config in (transfer(tier_bytes=100 * PAGE_BYTES), transfer(tier_bytes=1) | {"kv_load_failure_policy": "recompute"}):
+        with pytest.raises(PluginUnsupported, match=r"recompute|holds no block"):
+            vllm_side.make_scheduler(PLAIN, tmp_path, config)
 
 
 def test_an_ended_session_leaves_the_tier_and_an_emptied_cache_empties_it(vllm_side: ModuleType, tmp_path: Path) -> None:

@@ -20,7 +20,15 @@ from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
 from agentserve.engines.plugin import control
 from agentserve.engines.plugin.options import PluginOptions
 from agentserve.engines.plugin.ordering import Ordering
-from agentserve.engines.plugin.supported import block_bytes, check_pool, check_queue, check_tier, check_version, installed_version
+from agentserve.engines.plugin.supported import (
+    PluginUnsupported,
+    block_bytes,
+    check_pool,
+    check_queue,
+    check_tier,
+    check_version,
+    installed_version,
+)
 from agentserve.engines.plugin.tier_worker import StepJobs, StepReport, TierWorker
 
 _log = init_logger("vllm.agentserve")  # vLLM shows its own loggers only
@@ -44,9 +52,10 @@ class AgentserveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         self._worker: TierWorker | None = None
         self._num_slots = 0
         if self._options.tier_bytes:
-            check_tier(KVConnectorBase_V1, vllm_config.parallel_config)
-            ranks = vllm_config.parallel_config.world_size
-            self._num_slots = self._options.tier_bytes // (ranks * block_bytes(kv_cache_config))
+            check_tier(KVConnectorBase_V1, vllm_config)
+            self._num_slots = self._options.tier_bytes // (vllm_config.parallel_config.world_size * block_bytes(kv_cache_config))
+            if not self._num_slots:
+                raise PluginUnsupported(f"tier_bytes holds no block of {block_bytes(kv_cache_config):,} bytes on each rank")
         if role == KVConnectorRole.SCHEDULER and self._options.policy != "off":
             if not self._options.any_version:
                 check_version(installed_version())
@@ -85,7 +94,7 @@ class AgentserveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
     def update_connector_output(self, connector_output: Any) -> None:
         report = connector_output.kv_connector_worker_meta
         if self._ordering is not None and isinstance(report, StepReport):
-            self._ordering.tier.done(report.num_loaded_blocks, report.load_seconds, report.fault)
+            self._ordering.tier.done(report.step, report.num_loaded_blocks, report.load_seconds, report.fault)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         if self._ordering is not None:

@@ -23,6 +23,8 @@ _GROUP_BYTES: Final = 4
 class TierJobs:
     """What workers copy in a step: all stores before any load, and both before anything is computed."""
 
+    step: int = 0
+    """Its number."""
     stores: tuple[tuple[int, int], ...] = ()
     """GPU block → slot, by their numbers."""
     loads: tuple[tuple[int, int], ...] = ()
@@ -52,6 +54,7 @@ class OffloadTier:
         self._stores: dict[int, int] = {}
         """Slot → GPU block: what a slot is given last is what it gets."""
         self._loads: list[tuple[int, int]] = []
+        self._step = 0
         self._promised = ("", 0)
         """Request that was promised something last, and from which block on."""
 
@@ -92,10 +95,13 @@ class OffloadTier:
         if not num_external_tokens:
             return
         request_id, first = self._promised
-        assert request_id == request.request_id
         count = num_external_tokens // self._block_size
+        wanted = [block.block_id for block in blocks[first : first + count]]
+        if request_id != request.request_id or len(wanted) != count:
+            self.turn_off(RuntimeError(f"request {request.request_id!r} loads what it was not promised"))
+            wanted = [block.block_id for block in blocks]
         slots = self._safely(self._load, request, first, count)
-        self._loads += zip(slots or count * [NO_SLOT], (block.block_id for block in blocks[first : first + count]), strict=True)
+        self._loads += zip(slots or len(wanted) * [NO_SLOT], wanted, strict=True)
 
     def finished(self, request: Any, branch: Branch, num_cached_blocks: int, *, concludes: bool) -> None:
         """The GPU has the first blocks of its chain. `concludes`: what `branch` had elsewhere is dead to it."""
@@ -120,16 +126,17 @@ class OffloadTier:
 
     def jobs(self, num_tokens: int) -> TierJobs:
         """What the step that was just scheduled, of so many tokens, asks of the workers. Changes state."""
-        jobs = TierJobs(tuple((block, slot) for slot, block in self._stores.items()), tuple(self._loads))
+        self._step += 1
+        jobs = TierJobs(self._step, tuple((block, slot) for slot, block in self._stores.items()), tuple(self._loads))
         self._stores.clear()
         self._loads.clear()
         self._safely(lambda tier: tier.settle())
-        self.speeds.step_sent(num_tokens)
+        self.speeds.step_sent(self._step, num_tokens)
         return jobs
 
-    def done(self, num_loaded_blocks: int, load_seconds: float, fault: str) -> None:
-        """What the workers say of the oldest step. Changes state."""
-        self.speeds.step_done(num_loaded_blocks * self._block_size, load_seconds)
+    def done(self, step: int, num_loaded_blocks: int, load_seconds: float, fault: str) -> None:
+        """What the workers say of a step. Changes state."""
+        self.speeds.step_done(step, num_loaded_blocks * self._block_size, load_seconds)
         if fault:
             self.turn_off(RuntimeError(fault))
 

@@ -23,19 +23,21 @@ class Speeds:
         self.num_declined = 0
         """Loads that were not made, because computing was quicker."""
         self._clock = clock
-        self._begun: deque[tuple[float, int]] = deque()
-        """Steps under way: when each was sent, and its tokens."""
+        self._begun: deque[tuple[int, float, int]] = deque()
+        """Steps under way: the number of each, when it was sent, and its tokens."""
         self._ended = 0.0
 
-    def step_sent(self, num_tokens: int) -> None:
+    def step_sent(self, number: int, num_tokens: int) -> None:
         """The workers get a step of so many tokens to compute. Changes state."""
-        self._begun.append((self._clock(), num_tokens))
+        self._begun.append((number, self._clock(), num_tokens))
 
-    def step_done(self, num_loaded_tokens: int, load_seconds: float) -> None:
-        """The oldest step is over; before it so much was loaded. Changes state."""
+    def step_done(self, number: int, num_loaded_tokens: int, load_seconds: float) -> None:
+        """That step is over, and those before it; in it so much was loaded. Changes state."""
+        while self._begun and self._begun[0][0] < number:
+            self._begun.popleft()  # vLLM drops what workers say of a step in which nothing happened
         if not self._begun:
             return
-        sent, num_tokens = self._begun.popleft()
+        _, sent, num_tokens = self._begun.popleft()
         now = self._clock()
         seconds = now - max(sent, self._ended) - load_seconds
         self._ended = now

@@ -85,12 +85,14 @@ def check_pool(pool: Any, num_groups: int) -> None:
         raise PluginUnsupported("blocks are in use already: the plugin must be there before the first request")
 
 
-def check_tier(connector: type, parallel: Any) -> None:
+def check_tier(connector: type, vllm_config: Any) -> None:
     """Raises PluginUnsupported where vLLM does not let a connector copy blocks before they are overwritten."""
     taken = list(inspect.signature(connector.handle_preemptions).parameters) if hasattr(connector, "handle_preemptions") else []
     if taken != ["self", "kv_connector_metadata"] or not hasattr(connector, "build_connector_worker_meta"):
         raise PluginUnsupported("this vLLM tells no connector of blocks before they are overwritten: start without tier_bytes")
-    if parallel.pipeline_parallel_size != 1:
+    if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
+        raise PluginUnsupported('a load that fails would fail its request: set "kv_load_failure_policy": "recompute" beside tier_bytes')
+    if vllm_config.parallel_config.pipeline_parallel_size != 1:
         raise PluginUnsupported("the offload tier works without pipeline parallelism: start without tier_bytes")
 
 

@@ -29,13 +29,14 @@ class StepJobs(KVConnectorMetadata):  # type: ignore[misc] # vLLM is not always 
 class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc] # as above
     """From a worker back to the scheduler."""
 
+    step: int = 0
     num_loaded_blocks: int = 0
     load_seconds: float = 0.0
     fault: str = ""
 
     def aggregate(self, other: Any) -> StepReport:
         """Of two ranks, which copy the same blocks: the slower one."""
-        return StepReport(self.num_loaded_blocks, max(self.load_seconds, other.load_seconds), self.fault or other.fault)
+        return StepReport(self.step, self.num_loaded_blocks, max(self.load_seconds, other.load_seconds), self.fault or other.fault)
 
 
 class TierWorker:
@@ -68,6 +69,7 @@ class TierWorker:
 
     def load(self, jobs: TierJobs) -> None:
         """Changes blocks of the KV cache."""
+        self._report.step = jobs.step
         whole = [(slot, block) for slot, block in jobs.loads if slot >= 0 and slot not in self._broken]
         if len(whole) < len(jobs.loads):
             self._lost |= {block for _, block in jobs.loads} - {block for _, block in whole}
