@@ -167,15 +167,11 @@ async def test_a_turn_that_queued_is_predicted_as_the_cache_is_when_it_leaves_th
 class Books:
     """The books of one session over a mirror that a test feeds."""
 
-<<<<<<< HEAD
-    def __init__(self, lru_blocks: int | None = None) -> None:
+    def __init__(self, lru_blocks: int | None = None, *, has_unseen_tier: bool = False) -> None:
         self.mirror = Mirror(BLOCK)
-        self.books = CacheBooks(block_size=BLOCK, ceiling_tokens=100_000, mirror=self.mirror, lru_blocks=lru_blocks)
-=======
-    def __init__(self, *, has_unseen_tier: bool = False) -> None:
-        self.mirror = Mirror(BLOCK)
-        self.books = CacheBooks(block_size=BLOCK, ceiling_tokens=100_000, mirror=self.mirror, has_unseen_tier=has_unseen_tier)
->>>>>>> h-tier
+        self.books = CacheBooks(
+            block_size=BLOCK, ceiling_tokens=100_000, mirror=self.mirror, lru_blocks=lru_blocks, has_unseen_tier=has_unseen_tier
+        )
         self.prompt = FlatPrompt(BLOCK)
         self.session = Session("s", None, self.prompt, 0.0, 0.0)
         self._seq = 0
@@ -210,7 +206,6 @@ def test_what_was_to_come_from_elsewhere_and_did_not_has_its_own_cause(known: di
     assert hits.missed[Cause.EVICTED] == 640 - BLOCK - 320
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize(("lru_blocks", "num_left"), [(12, 7), (100, 9), (None, 9)])
 def test_a_turn_is_predicted_without_the_blocks_that_a_running_one_will_take(lru_blocks: int | None, num_left: int) -> None:
     books, ids = Books(lru_blocks), list(range(10 * BLOCK))
@@ -224,7 +219,8 @@ def test_a_turn_is_predicted_without_the_blocks_that_a_running_one_will_take(lru
     assert hits.missed == {Cause.EVICTED: 2 * BLOCK, Cause.TAIL: BLOCK}
     books.books.ended(running)
     assert books.books.demand is None or len(books.books.demand) <= 1  # the answer, whose events have not come
-=======
+
+
 def test_what_an_unseen_tier_brings_is_booked_apart_and_not_predicted() -> None:
     books, ids = Books(has_unseen_tier=True), list(range(640))
     books.ask(ids, 0)
@@ -234,7 +230,6 @@ def test_what_an_unseen_tier_brings_is_booked_apart_and_not_predicted() -> None:
     assert (hits.predicted, hits.external_predicted, hits.external) == (5 * BLOCK, None, 3 * BLOCK)
     assert hits.missed == {Cause.EVICTED: 640 - BLOCK - 8 * BLOCK, Cause.TAIL: BLOCK}
     assert books.mirror.num_under_predictions == 0
->>>>>>> h-tier
 
 
 def test_an_answer_ahead_of_the_events_is_booked_as_evicted_and_nothing_is_forgotten() -> None:
