@@ -44,6 +44,8 @@ class Arm:
     parameters: Mapping[str, float] = field(default_factory=dict)
     num_clients: int = 0
     """`LoopOptions.num_clients`."""
+    num_tenants: int = 1
+    """`LoopOptions.num_tenants`."""
 
 
 def _working_set(policy: str, knowledge: Knowledge, **values: float) -> Arm:
@@ -64,6 +66,7 @@ ARMS: dict[str, Arm] = {
     "class_hazard, ends inferred, a client a lane": Arm("class_hazard", num_clients=_STREAMS),
     "class_hazard, ends inferred, a client for 4 lanes": Arm("class_hazard", num_clients=_STREAMS // 4),
     "class_hazard, ends inferred, one client": Arm("class_hazard", num_clients=1),
+    "class_hazard, ends inferred, sessions dealt to 10 clients": Arm("class_hazard", num_tenants=10),
     "class_hazard, horizon 30 s": Arm("class_hazard", parameters={"horizon_seconds": 30}),
     "class_hazard, horizon 600 s": Arm("class_hazard", parameters={"horizon_seconds": 600}),
     "dead_first, ends said": Arm("dead_first", _SAID),
@@ -116,7 +119,14 @@ def options_of(arm: Arm, seed: int, *, blocks: int, streams: int, seconds: float
         max_num_seqs=64,
         context_tokens=CONTEXT_TOKENS,
         knowledge=arm.knowledge,
-        loop=LoopOptions(concurrency=streams, seed=seed, duration=seconds, window_in_turns=True, num_clients=arm.num_clients),
+        loop=LoopOptions(
+            concurrency=streams,
+            seed=seed,
+            duration=seconds,
+            window_in_turns=True,
+            num_clients=arm.num_clients,
+            num_tenants=arm.num_tenants,
+        ),
         sample_seconds=60.0,
     )
 

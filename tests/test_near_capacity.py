@@ -10,7 +10,10 @@ import pytest
 from admission.eviction import EVICTION_POLICIES
 from admission.policies import ADMISSION_POLICIES
 from replays.generator import GeneratorSettings, generate_sessions
-from replays.near_capacity import ARMS, main
+from replays.near_capacity import ARMS, main, options_of, scripts_of
+from replays.simulator.run import Simulation
+from replays.simulator.server import Call
+from replays.traces import TraceSet
 
 
 def test_every_arm_names_policies_and_parameters_that_there_are() -> None:
@@ -28,6 +31,31 @@ def test_the_table_has_a_row_for_the_baseline_and_each_arm(tmp_path: Path, capsy
     assert [cells[0] for cells in rows] == ["| arm", "| lru", "| class_hazard, ends said"]
     assert rows[1][2] == "0.0%"
     assert float(rows[2][1]) <= float(rows[1][1]), "ends that are said do not widen the gap"
+
+
+def test_lanes_are_dealt_to_clients_and_sessions_to_tenants(tmp_path: Path) -> None:
+    made = generate_sessions(GeneratorSettings(12, seed=3, max_turns=6, subagent_share=0.0))
+    traces = tmp_path / "traces.jsonl"
+    traces.write_bytes(b"\n".join(msgspec.json.encode(session) for session in made))
+    scripts = scripts_of(TraceSet(traces).checked())
+
+    def tenants(name: str) -> set[str | None]:
+        simulation = Simulation(scripts, options_of(ARMS[name], 0, blocks=200, streams=4, seconds=60.0))
+        seen: set[str | None] = set()
+        submit = simulation.server.submit
+
+        def noted(call: Call, place: int) -> None:
+            seen.add(call.tenant)
+            submit(call, place)
+
+        simulation.server.submit = noted  # type: ignore[method-assign]  # to look at what the server is told
+        simulation.run()
+        return seen
+
+    assert tenants("class_hazard, ends inferred") == {None}
+    assert tenants("class_hazard, ends inferred, one client") == {"client-0"}
+    assert tenants("class_hazard, ends inferred, a client a lane") == {f"client-{lane}" for lane in range(4)}
+    assert len(tenants("class_hazard, ends inferred, sessions dealt to 10 clients")) >= 4
 
 
 def test_unknown_arms_and_traces_are_refused(tmp_path: Path) -> None:
