@@ -149,7 +149,7 @@ def measure(options: Options) -> Result:
     return _result(options, plan, site, overhead)
 
 
-def _result(options: Options, plan: Plan, site: _Site, overhead: tuple[float, float]) -> Result:
+def _result(options: Options, plan: Plan, site: _Site, overhead: Mapping[str, float]) -> Result:
     plain = site.measured["plain"]
     by_arm = {name: figures(runs, None if name == "plain" else plain) for name, runs in site.measured.items()}
     identical = None if len(site.outputs) < 2 else site.outputs[False] == site.outputs[True]
@@ -165,8 +165,7 @@ def _result(options: Options, plan: Plan, site: _Site, overhead: tuple[float, fl
     flat: dict[str, float | None] = {f"{arm}_{name}": value for arm, one in by_arm.items() for name, value in _values(one).items()}
     top = {
         "leaked_tickets": float(sum(one.leaked_tickets for one in by_arm.values())),
-        "plugin_step_overhead_share": overhead[0],
-        "carrier_step_overhead_share": overhead[1],
+        **overhead,
         "outputs_identical": None if identical is None else float(identical),
         "is_valid": float(not found),
     }

@@ -1,4 +1,4 @@
-"""The carrier: a KV connector that moves nothing. vLLM hands it the block pool and tells it of each request, under the stock scheduler.
+"""The carrier under vLLM's own scheduler: a KV connector that moves nothing. vLLM hands it the block pool and tells it of each request.
 
     --kv-transfer-config '{"kv_connector": "AgentserveConnector", "kv_role": "kv_producer",
                            "kv_connector_module_path": "agentserve.engines.plugin.connector"}'
@@ -8,19 +8,13 @@ or as the first child of a MultiConnector. As a producer it does not make vLLM h
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole, SupportsHMA
-from vllm.logger import init_logger
-from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
 
-from agentserve.engines.plugin import control
+from agentserve.engines.plugin.carrying import check_engine, order_pool
 from agentserve.engines.plugin.options import PluginOptions
 from agentserve.engines.plugin.ordering import Ordering
-from agentserve.engines.plugin.supported import check_pool, check_queue, check_version, installed_version
-
-_log = init_logger("vllm.agentserve")  # vLLM shows its own loggers only
 
 
 class _Nothing(KVConnectorMetadata):  # type: ignore[misc] # vLLM is not always there to be type-checked
@@ -39,10 +33,7 @@ class AgentserveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         self._num_groups = len(kv_cache_config.kv_cache_groups) if kv_cache_config is not None else 1
         self._ordering: Ordering | None = None
         if role == KVConnectorRole.SCHEDULER and self._options.policy != "off":
-            if not self._options.any_version:
-                check_version(installed_version())
-            check_queue(FreeKVCacheBlockQueue)
-            control.install()
+            check_engine(self._options)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -50,12 +41,9 @@ class AgentserveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         return False
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        if self._options.policy == "off":
-            return
-        check_pool(gpu_block_pool, self._num_groups)
-        self._ordering = Ordering(gpu_block_pool, self._options, time.monotonic, _warn)
-        control.current = self._ordering
-        _log.info("agentserve orders %d blocks by %s", gpu_block_pool.num_gpu_blocks - 1, self._options.policy)
+        if self._options.policy != "off":
+            self._blocks = gpu_block_pool.blocks
+            self._ordering = order_pool(gpu_block_pool, self._options, self._num_groups)
 
     def on_new_request(self, request: Any) -> None:
         if self._ordering is not None:
@@ -67,12 +55,12 @@ class AgentserveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         if self._ordering is not None:
-            self._ordering.step(scheduler_output.preempted_req_ids or ())
+            self._ordering.step(scheduler_output.preempted_req_ids)
         return _NOTHING
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         if self._ordering is not None:
-            self._ordering.finished(request, block_ids)
+            self._ordering.finished(request, [self._blocks[block_id] for block_id in block_ids])
         return False, None
 
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
@@ -92,7 +80,3 @@ class AgentserveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
 
     def wait_for_save(self) -> None:
         """There is nothing to wait for."""
-
-
-def _warn(message: str, error: Exception) -> None:
-    _log.error(message, exc_info=error)
