@@ -172,7 +172,7 @@ class Retention:
 
     def _asked(self, ask: Ask, life_id: str) -> None:
         session, namespace, relation = ask.session, ask.namespace, ask.relation
-        is_known = not self.lifecycle.is_over(life_id)
+        is_new, is_known = life_id not in self.lifecycle, not self.lifecycle.is_over(life_id)
         changed = self.lifecycle.turn_started(
             life_id,
             self._clock(),
@@ -183,7 +183,7 @@ class Retention:
         )
         if relation.kind is TurnKind.EXACT and is_known:
             changed += self.lifecycle.output_seen_again(life_id, echoed=True)
-        self._changed(changed, "joined")
+        self._changed(changed, "inferred" if is_new else "joined")
 
     def _waits(self, ask: Ask) -> None:
         """Its blocks are about to be used: they go last for a while."""

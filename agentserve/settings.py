@@ -71,7 +71,8 @@ class EngineSettings(Part):
     )
     plugin_carrier: Literal["scheduler", "connector"] = Field(
         "scheduler",
-        description="What brings the plugin into the embedded engine: a subclass of vLLM's scheduler, or a KV connector, which costs more.",
+        description="What brings the plugin into the embedded engine: a subclass of vLLM's scheduler, or a KV connector, which costs more; "
+        "with an exclusive tier always the connector, as it moves KV.",
     )
     max_model_len: int = Field(131_072, ge=256, description="Context length of the embedded engine, tokens (cut to its KV capacity).")
     tensor_parallel: int = Field(
@@ -126,11 +127,12 @@ class StateSettings(Part):
 
 
 class OffloadSettings(Part):
-    tier: Literal["off", "lmcache"] = Field(
+    tier: Literal["off", "lmcache", "exclusive"] = Field(
         "off",
-        description="lmcache: an LMCache server behind the KV cache. Started beside the embedded engine; with --engine-url, followed.",
+        description="lmcache: an LMCache server behind the KV cache, started beside the embedded engine; with --engine-url, followed. "
+        "exclusive: the engine's plugin keeps what leaves the KV cache.",
     )
-    bytes: int = Field(1 << 30, ge=1 << 20, description="Memory of the LMCache server that is started, bytes over all ranks.")
+    bytes: int = Field(1 << 30, ge=1 << 20, description="Memory of the tier that is started, bytes over all ranks.")
     chunk_tokens: int = Field(
         256, ge=32, description="Tokens of a chunk, which the tier keeps or loses as one: a multiple of the block size."
     )

@@ -3,7 +3,8 @@
     python -m benchmarks.cases [--quick]
 
 A kind passes when each of its tests that ran passed, at least one ran, and nothing of it is open (`tests/cases.py`). A quick run takes one
-test of each kind with its first parameters, none that needs the real engine, and a slow one only where there is no other.
+test of each kind with its first parameters, none that needs the real engine, and a slow one only where there is no other. It runs two
+processes beside each other, as many of its tests wait.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
@@ -23,6 +25,7 @@ from benchmarks.report import REPOSITORY
 from tests.cases import CASES, CaseTest, case_tests
 
 LIMIT_SECONDS = 1200.0
+QUICK_PROCESSES = 2
 
 
 class CasesFailed(Exception):
@@ -64,22 +67,35 @@ class _Ran:
 
 
 def run_cases(quick: bool) -> CasesResult:
-    """Run the marked tests in one pytest process.
+    """Run the marked tests.
 
     Raises:
         CasesFailed: pytest did not get as far as running tests.
     """
+    if not quick:
+        return _counted(_run(case_tests(), quick=False), case_tests())
+    with ThreadPoolExecutor(QUICK_PROCESSES) as beside:
+        ran = beside.map(lambda part: _run(part, quick=True), _parts(_one_for_each(case_tests())))
+        return _counted([one for part in ran for one in part], case_tests())
+
+
+def _run(tests: Iterable[CaseTest], *, quick: bool) -> list[_Ran]:
+    """Run `tests` in one pytest process."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        chosen = _one_for_each(case_tests()) if quick else case_tests()
         options = ["-q", "-p", "no:cacheprovider", f"--junitxml={report}", "-o", "junit_family=xunit1"]
         options += ["-p", "benchmarks.cases"] if quick else []
-        command = [sys.executable, "-m", "pytest", *options, *(f"tests/{test.file}::{test.name}" for test in chosen)]
+        command = [sys.executable, "-m", "pytest", *options, *(f"tests/{test.file}::{test.name}" for test in tests)]
         ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
         if ended.returncode not in (0, 1) or not report.exists():
             raise CasesFailed(f"pytest ended with {ended.returncode}: {(ended.stdout + ended.stderr)[-2000:]}")
-        ran = _read(report)
-    return _counted(ran, case_tests())
+        return _read(report)
+
+
+def _parts(tests: Sequence[CaseTest]) -> list[list[CaseTest]]:
+    """`tests` for each process; those of a module stay together, as they share what it sets up."""
+    files = list(dict.fromkeys(test.file for test in tests))
+    return [[test for test in tests if files.index(test.file) % QUICK_PROCESSES == part] for part in range(QUICK_PROCESSES)]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

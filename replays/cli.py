@@ -31,6 +31,7 @@ from replays.generator import GeneratorSettings, generate_sessions
 from replays.options import ReplayOptions, to_arguments
 from replays.records import RecordsError, Run, read_run
 from replays.report import Report, make_report, read_report, write_report
+from replays.row_faults import RowFaults, RowsReport, say_rows
 from replays.server import ask_version
 from replays.shape_tables import shape_tables
 from replays.shapes import distributions, read_calls, repeated_work
@@ -109,11 +110,19 @@ def _run(traces: Path, target: _Target, concurrency: int, options: ReplayOptions
     return read_run(records)
 
 
-def _check_traces(traces: Path) -> None:
-    """Read every session once, so that a bad one is found before anything is sent."""
-    trace_set = open_traces(traces)
+def _check_traces(traces: Path, *, strict: bool) -> RowsReport:
+    """Read every session once, so that bad rows are found before anything is sent. Raises TraceError where none is left."""
+    faults = RowFaults(strict=strict)
+    trace_set = open_traces(traces, faults=faults)
+    num_sound = 0
     for _ in track(trace_set.checked(), "reading traces", total=len(trace_set), console=_ERRORS, transient=True):
-        pass
+        num_sound += 1
+    rows = faults.report()
+    for line in say_rows(rows):
+        _ERRORS.print(line, style="yellow", markup=False, soft_wrap=True)
+    if not num_sound:
+        raise TraceError("no session here is sound", path=traces)
+    return rows
 
 
 def _failed_share(report: Report) -> float:
@@ -141,6 +150,7 @@ def replay(
     direct_url: str = "",
     metrics_url: str = "",
     failed_threshold: NonNegativeFloat = 0.1,
+    strict: bool = False,
     json: Path | None = None,
     png: Path | None = None,
     records: Path | None = None,
@@ -164,6 +174,8 @@ def replay(
         The engine's metrics; by default /metrics of the server.
     failed_threshold
         Share of failed requests above which the exit code is 1.
+    strict
+        Stop with exit code 2 at the first bad row of the traces; else such rows are left out, counted and named.
     json
         Write the report here.
     png
@@ -175,19 +187,21 @@ def replay(
     try:
         for path in filter(None, (json, png, records)):
             path.parent.mkdir(parents=True, exist_ok=True)
-        _check_traces(traces)
+        rows = _check_traces(traces, strict=strict)
         with tempfile.TemporaryDirectory(prefix="agentserve-replay-") as folder:
             main_target = _target(url, metrics_url)
             direct_target = _target(direct_url or _engine_url(url)) if direct or direct_url else None
             main = _run(traces, main_target, concurrency, options, records or Path(folder) / "main.jsonl")
             _say_errors("server", main)
             report = make_report(main)
+            report.rows = rows
             named.append(("server", report))
             direct_run: Run | None = None
             if direct_target is not None:
                 direct_run = _run(traces, direct_target, concurrency, options, Path(folder) / "direct.jsonl")
                 _say_errors("direct", direct_run)
                 report.direct = make_report(direct_run)
+                report.direct.rows = rows
                 named.append(("direct", report.direct))
         _write(report, main, direct_run, json, png)
     except (TraceError, RecordsError, ReplayFailed, OSError, msgspec.DecodeError) as error:

@@ -24,8 +24,9 @@ from replays.plan import PlannedCall, plan_session
 from replays.play import TreePlay
 from replays.prompts import PromptWriter
 from replays.records import End, Phase, Record
+from replays.row_faults import RowFaults
 from replays.script import ToolScript
-from replays.traces import Session
+from replays.traces import Session, TraceError
 
 
 def record_of(phase: Phase, play: TreePlay, call: PlannedCall, reply: Reply) -> Record:
@@ -67,14 +68,17 @@ def record_of(phase: Phase, play: TreePlay, call: PlannedCall, reply: Reply) -> 
 class Draw:
     """Hands out the sessions in order, over and over (or once). Of `step` processes, each takes every `step`-th, from `first`.
 
-    A play's number is its place in that order, so that no two plays of a run have the same one.
+    A play's number is its place in that order, so that no two plays of a run have the same one. What cannot be read, and a session whose id
+    another one had before it, goes to `faults`.
     """
 
     traces: Sessions
     first: int
     step: int
     once: bool
+    faults: RowFaults
     _taken: int = 0
+    _first: dict[str, int] = field(default_factory=dict)
 
     def next(self) -> tuple[Session, int] | None:
         """The next session with calls to play and the number of its play; None when all have been played once."""
@@ -83,10 +87,18 @@ class Draw:
             if self.once and number >= len(self.traces):
                 return None
             self._taken += 1
-            session = self.traces[number % len(self.traces)]
-            if session.root.requests:
+            session = self._read(number % len(self.traces))
+            if session is not None and session.root.requests:
                 return session, number
         return None
+
+    def _read(self, index: int) -> Session | None:
+        try:
+            session = self.traces[index]
+        except TraceError as error:
+            self.faults.skip(error)
+            return None
+        return session if self._first.setdefault(session.id, index) == index else None
 
 
 @dataclass(slots=True)
@@ -158,7 +170,7 @@ class Conductor:
 
     def _watch_idle(self) -> None:
         """AgentX's cap on the idle time of the whole system: then the next request of all comes at once."""
-        cap = self.options.system_idle_cap / self.options.time_scale
+        cap = self.options.system_idle_cap / self.options.pace
         while True:
             gevent.sleep(max(0.01, cap / 10))
             now = monotonic()
@@ -225,8 +237,15 @@ class Lane:
         session, number = drawn
         options = self._options
         plan = plan_session(session, options.scale, self._conductor.template_tokens)
-        self.play = TreePlay(plan, number, now=monotonic(), time_scale=options.time_scale, idle_cap_seconds=options.idle_cap)
-        self._writer = PromptWriter(self._conductor.run, self._conductor.model, self.play, options.assistant, script=self._conductor.script)
+        self.play = TreePlay(plan, number, now=monotonic(), time_scale=options.pace, idle_cap_seconds=options.idle_cap)
+        self._writer = PromptWriter(
+            self._conductor.run,
+            self._conductor.model,
+            self.play,
+            options.assistant,
+            script=self._conductor.script,
+            has_marker=options.marker == "on",
+        )
         return True
 
     def _warm_up(self) -> None:

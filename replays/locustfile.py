@@ -25,6 +25,7 @@ from replays.lanes import Conductor, Draw
 from replays.metrics import parse_metrics
 from replays.options import ReplayOptions, from_namespace, option_fields, parse_scale
 from replays.records import End, Entry, Header, Phase, Record, write_entries
+from replays.row_faults import RowFaults, say_rows
 from replays.script import TOOLS, ToolScript, embedded_model_folder
 from replays.server import ask_engine, ask_model, get
 
@@ -66,11 +67,13 @@ class Replay:
         self.options: ReplayOptions = from_namespace(namespace)
         self._traces = Path(namespace.replay_traces)
         self._records_path = Path(namespace.replay_records) if namespace.replay_records else None
+        self._is_alone = not namespace.replay_run  # `agentserve replay` names the run, and has told of bad rows before
         self._run = namespace.replay_run or uuid4().hex[:8]
         self._url = str(environment.host or namespace.host or "").rstrip("/")
         self._metrics_url = namespace.replay_metrics_url or f"{self._url}/metrics"
         self._entries: list[Entry] = []
         self._phase: Phase = "warmup"
+        self._faults = RowFaults(strict=False)
         self._num_sent = self._num_failed = self._num_workers_done = 0
         self._plays = not isinstance(environment.runner, MasterRunner)
         self._collects = not isinstance(environment.runner, WorkerRunner)
@@ -81,7 +84,7 @@ class Replay:
     def start(self, num_lanes: int) -> None:
         """Look at traces and server, then wait for the lanes. Raises OSError when there is no server, ValueError for what cannot be."""
         script = self._script()
-        traces = open_traces(self._traces)
+        traces = open_traces(self._traces, faults=self._faults)
         model = self.options.model or ask_model(self._url)
         if self._collects:
             self._entries.append(self._header(model, num_lanes))
@@ -91,7 +94,7 @@ class Replay:
             first, step = self._share()
             live = self.options.assistant == "live"
             self._client = ChatClient(self._url, concurrency=_MAX_CONNECTIONS, keep_answers=live)
-            draw = Draw(traces, first, step, self.options.once)
+            draw = Draw(traces, first, step, self.options.once, self._faults)
             template_tokens = self._client.template_tokens(model, {"tools": TOOLS} if script is not None else {})
             self.conductor = Conductor(
                 self.options, draw, self._client, model, self._run, self.add, self.end, script=script, template_tokens=template_tokens
@@ -122,6 +125,8 @@ class Replay:
             time_scale=options.time_scale,
             assistant=options.assistant,
             url=self._url,
+            marker=options.marker,
+            delays="zero" if options.drops_idle_times else "kept",
         )
 
     def add(self, record: Record, reply: Reply) -> None:
@@ -184,6 +189,9 @@ class Replay:
             self._look()  # a run shorter than the interval has a sample too, and each run the state that it left
         if self._collects and self._records_path is not None and self._entries:
             write_entries(self._records_path, self.take_entries())
+        if self._plays and self._is_alone:
+            for line in say_rows(self._faults.report()):
+                _say(line)
         if self._client is not None:
             self._client.close()
 

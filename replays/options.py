@@ -7,12 +7,16 @@ from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from fractions import Fraction
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from math import inf
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from cyclopts import Parameter, Token
 from cyclopts.types import NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from replays.prompts import Assistant, ScriptName
+
+NO_IDLE_SECONDS = 0.001
+"""A replay whose longest idle time is shorter has none."""
 
 
 def parse_scale(text: str) -> float:
@@ -41,6 +45,13 @@ class ReplayOptions:
         float, Parameter(converter=_scale_of, help="Tokens are multiplied by this: above 0, at most 1; a fraction such as 1/64 is fine.")
     ] = 1.0
     time_scale: Annotated[PositiveFloat, Parameter(help="Recorded times are divided by this.")] = 1.0
+    delays: Annotated[
+        Literal["kept", "zero"],
+        Parameter(help="zero: the next request goes out at once. Nothing is evicted while tools run: an upper bound."),
+    ] = "kept"
+    marker: Annotated[
+        Literal["on", "off"], Parameter(help="on: each play begins its first user message with a marker of its own (AgentX's cache bust).")
+    ] = "on"
     duration: Annotated[PositiveFloat, Parameter(help="Seconds of profiling, after the warm-up.")] = 60.0
     grace: Annotated[NonNegativeFloat, Parameter(help="Seconds given to what is in flight when the duration is over.")] = 30.0
     seed: Annotated[int, Parameter(help="Where in its trace each first session starts.")] = 42
@@ -62,6 +73,16 @@ class ReplayOptions:
     system_idle_cap: Annotated[PositiveFloat, Parameter(help="Longest time with nothing in flight at all, trace seconds.")] = 10.0
     sample_interval: Annotated[PositiveFloat, Parameter(help="Seconds between two looks at the engine's metrics.")] = 0.5
     model: Annotated[str, Parameter(help="Model to ask for; empty: the first that the server lists.")] = ""
+
+    @property
+    def pace(self) -> float:
+        """What recorded times are divided by; infinite where idle times are dropped."""
+        return inf if self.delays == "zero" else self.time_scale
+
+    @property
+    def drops_idle_times(self) -> bool:
+        """Whether no idle time is long enough for anything to happen in it."""
+        return self.idle_cap / self.pace < NO_IDLE_SECONDS
 
 
 def option_fields() -> Iterator[tuple[str, object, Any, str]]:

@@ -150,9 +150,9 @@ def plot_run(path: Path, run: Run, report: Report, direct: Run | None = None) ->
     start = min((record.started for record in records), default=0.0)
     figure = Figure(figsize=(11, 7), layout="constrained", dpi=130)
     axes = figure.subplots(2, 2)
-    figure.suptitle(
-        f"{report.trace}: {report.concurrency} sessions on {report.engine}", x=0.01, ha="left", fontsize=12, color=_INK, fontweight="bold"
-    )
+    bound = ", idle times dropped (upper bound)" if report.is_upper_bound else ""
+    title = f"{report.trace}: {report.concurrency} sessions on {report.engine}{bound}"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, color=_INK, fontweight="bold")
     _plot_hits(axes[0, 0], records, start)
     _plot_missed(axes[0, 1], report)
     _plot_kv(axes[1, 0], run, report, start)

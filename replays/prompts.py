@@ -30,6 +30,8 @@ class PromptWriter:
     play: TreePlay
     assistant: Assistant
     script: ToolScript | None = None
+    has_marker: bool = True
+    """Whether the first user message begins with the play's cache-bust line."""
     _texts: dict[Part, str] = field(default_factory=dict)
     _encoded: dict[Part, bytes] = field(default_factory=dict)
     _tool_results: dict[Part, bytes] = field(default_factory=dict)
@@ -56,7 +58,7 @@ class PromptWriter:
     def _plain(self, part: Part, *, first_user: bool) -> bytes:
         encoded = self._encoded.get(part)
         if encoded is None:
-            mark = cache_bust_line(self.run, self._plan.session.id, self.play.play) if first_user else ""
+            mark = cache_bust_line(self.run, self._plan.session.id, self.play.play) if first_user and self.has_marker else ""
             encoded = msgspec.json.encode({"role": part.role, "content": mark + self.text(part)})
             self._encoded[part] = encoded
             del self._texts[part]

@@ -76,6 +76,10 @@ class Header(Struct, tag_field="kind", tag="header", omit_defaults=True, kw_only
     time_scale: float
     assistant: str
     url: str
+    marker: str = "on"
+    """Whether each play had a marker of its own in front of its first user message."""
+    delays: str = "kept"
+    """Idle times: `kept` (over the time scale), or `zero`."""
 
 
 class End(Struct, tag_field="kind", tag="end", omit_defaults=True, kw_only=True):

@@ -13,8 +13,10 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
+from replays.hit_origins import hit_origins
 from replays.recomputed import recomputed_tokens
 from replays.records import Phase, Record, RecordsError, Run, Sample
+from replays.row_faults import RowsReport
 
 
 class Percentiles(Struct):
@@ -47,6 +49,12 @@ class Report(Struct, kw_only=True, forbid_unknown_fields=True):
     """Cached tokens as the engine counts them, GPU and external, over prompt tokens."""
     gpu_hit_rate: float | None
     external_hit_rate: float | None
+    shared_head_share: float | None = None
+    """Of the hits, those of what a play's first request hit, which only others can have computed."""
+    own_history_share: float | None = None
+    """Of the hits, those behind that: the rest."""
+    is_upper_bound: bool = False
+    """Idle times were dropped: nothing was evicted in them, so real clients hit less."""
     kv_usage_peak: float | None
     """Of the KV pool, blocks of running requests only, as vLLM counts."""
     kv_usage_mean: float | None
@@ -91,6 +99,12 @@ class Report(Struct, kw_only=True, forbid_unknown_fields=True):
     time_scale: float
     assistant: str
     url: str
+    marker: str = "on"
+    """Whether each play had a marker of its own, so that plays of one session share no more than what stands before it."""
+    delays: str = "kept"
+    """Idle times: `kept` (over the time scale), or `zero`."""
+    rows: RowsReport | None = None
+    """Rows of the trace that were left out or are odd; None where nobody looked."""
     duration_seconds: float | None
     warmup: WarmupReport
     direct: Report | None = None
@@ -223,6 +237,7 @@ def make_report(run: Run) -> Report:
     block_size = next((sample.block_size for sample in reversed(run.samples) if sample.block_size), None)
     exact, unedited = _turns(good)
     preemptions = _growth(samples, lambda sample: sample.num_preemptions)
+    origins = hit_origins(run.records, good)
     output = _sum(record.num_output_tokens for record in good)
     header = run.header
     return Report(
@@ -232,6 +247,9 @@ def make_report(run: Run) -> Report:
         actual_hit_rate=actual,
         gpu_hit_rate=gpu,
         external_hit_rate=external,
+        shared_head_share=origins.shared_head_share,
+        own_history_share=origins.own_history_share,
+        is_upper_bound=header.delays == "zero",
         kv_usage_peak=kv_peak,
         kv_usage_mean=kv_mean,
         kv_resident_peak=resident_peak,
@@ -265,6 +283,8 @@ def make_report(run: Run) -> Report:
         time_scale=header.time_scale,
         assistant=header.assistant,
         url=header.url,
+        marker=header.marker,
+        delays=header.delays,
         duration_seconds=seconds if records else None,
         warmup=_warmup(run),
     )

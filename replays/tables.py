@@ -51,6 +51,8 @@ SECTIONS: dict[str, tuple[Line, ...]] = {
         Line("actual", lambda r: r.actual_hit_rate, _percent, "points"),
         Line("  on the GPU", lambda r: r.gpu_hit_rate, _percent, "points"),
         Line("  from outside", lambda r: r.external_hit_rate, _percent, "points"),
+        Line("of the hits: of a head that others share", lambda r: r.shared_head_share, _percent, "points"),
+        Line("of the hits: of the session's own history", lambda r: r.own_history_share, _percent, "points"),
         Line("exact turns", lambda r: r.exact_turns, _count),
         Line("unedited turns", lambda r: r.unedited_turns, _count),
     ),
@@ -141,6 +143,9 @@ def report_tables(named: Sequence[tuple[str, Report]]) -> Group:
         "trace, seed": lambda r: f"{r.trace}, {r.seed}",
         "sessions × scale, time scale": lambda r: f"{r.concurrency} × {r.scale:.4g}, {r.time_scale:g}",
         "assistant turns": lambda r: r.assistant,
+        "idle times": lambda r: "dropped: hit rates are an UPPER BOUND" if r.is_upper_bound else r.delays,
+        "marker of each play": lambda r: r.marker,
+        "bad rows left out of the trace": lambda r: "–" if r.rows is None else f"{r.rows.num_skipped:,}",
     }
     for label, read in about_values.items():
         cells = [read(reports[0])]

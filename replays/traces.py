@@ -16,6 +16,7 @@ import numpy as np
 from msgspec import UnsetType
 from numpy.typing import NDArray
 
+from replays.row_faults import RowFaults
 from replays.weka import WekaCall, WekaSession, WekaSubagent
 
 HashIds: TypeAlias = NDArray[np.int64]
@@ -252,11 +253,13 @@ def find_entries(path: Path) -> list[TraceEntry]:
 class TraceSet(Sequence[Session]):
     """The sessions of a path, read when asked for and not kept.
 
-    Raises TraceError when a session is not valid, and in `checked` also when two sessions share an id.
+    Raises TraceError when a session is not valid, and in `checked` also when two sessions share an id: there `faults` decides, who is
+    strict if none is given.
     """
 
-    def __init__(self, path: Path, trace_format: str = "weka") -> None:
+    def __init__(self, path: Path, trace_format: str = "weka", faults: RowFaults | None = None) -> None:
         self.path = path
+        self._faults = faults or RowFaults(strict=True)
         self._entries = find_entries(path)
         self._read = TRACE_FORMATS[trace_format]
 
@@ -267,14 +270,33 @@ class TraceSet(Sequence[Session]):
         entry = self._entries[index]
         return self._read(entry.read(), entry.path, entry.row)
 
+    def odd(self, index: int, session: Session) -> TraceError | None:
+        """What is worth a word in this session, which is read all the same; None if nothing is."""
+        requests = [request for stream in session.streams for request in stream.requests]
+        kinds = {
+            "prompts shrink (the history was compacted or cut)": sum(request.shrinks for request in requests),
+            "calls generated nothing": sum(not request.num_output_tokens for request in requests),
+        }
+        problem = "; ".join(f"{number} {what}" for what, number in kinds.items() if number)
+        return self.error(index, problem) if problem else None
+
+    def error(self, index: int, problem: str, field: str | None = None) -> TraceError:
+        """What is wrong with a session, by its number."""
+        return TraceError(problem, path=self._entries[index].path, row=self._entries[index].row, field=field)
+
     def checked(self) -> Iterator[Session]:
-        """Every session once, in order. Raises TraceError at the first id that was used before."""
-        seen: dict[str, TraceEntry] = {}
-        for entry in self._entries:
-            session = self._read(entry.read(), entry.path, entry.row)
-            first = seen.setdefault(session.id, entry)
-            if first is not entry:
-                line = "" if first.row is None else f", line {first.row}"
-                problem = f"session id {session.id!r} is already used by {first.path}{line}"
-                raise TraceError(problem, path=entry.path, row=entry.row, field="id")
+        """Every session once, in order. A bad one, or one whose id was used before, goes to the faults: in a strict reading, TraceError."""
+        seen: dict[str, int] = {}
+        for index in range(len(self)):
+            try:
+                session = self[index]
+                first = seen.setdefault(session.id, index)
+                if first != index:
+                    line = "" if (row := self._entries[first].row) is None else f", line {row}"
+                    raise self.error(index, f"session id {session.id!r} is already used by {self._entries[first].path}{line}", "id")
+            except TraceError as error:
+                self._faults.skip(error)
+                continue
+            if (odd := self.odd(index, session)) is not None:
+                self._faults.flag(odd)
             yield session

@@ -17,7 +17,7 @@ Seconds: TypeAlias = Annotated[float, Meta(ge=0)]
 class WekaCall(Struct, forbid_unknown_fields=True, tag_field="type", tag="n", omit_defaults=True, kw_only=True):
     """One model call that was not streamed. `t` is its start, seconds since the session began (or since a sub-agent's marker)."""
 
-    t: float
+    t: Seconds
     model: str
     in_: Count | UnsetType = msgspec.field(name="in", default=UNSET)
     input_length: Count | UnsetType = UNSET
@@ -40,7 +40,7 @@ class WekaStreamedCall(WekaCall, tag="s", forbid_unknown_fields=True, omit_defau
 class WekaSubagent(Struct, forbid_unknown_fields=True, tag_field="type", tag="subagent", kw_only=True):
     """A sub-agent that the session started at `t`, with its own calls. Sub-agents do not nest."""
 
-    t: float
+    t: Seconds
     agent_id: str
     subagent_type: str
     duration_ms: Count | None = None

@@ -116,12 +116,9 @@ CASES: dict[str, Case] = {
     "KVM-05": Case("blocks that were there before the mirror"),
     "KVM-06": Case("several KV groups with the same hashes"),
     "KVM-07": Case("block sizes that differ from what is expected"),
-    "KVM-08": Case(
-        "block hashes that are the same in every process",
-        open="that engines have equal seeds is not yet checked; it matters where they share an offload tier",
-    ),
+    "KVM-08": Case("block hashes that are the same in every process"),
     "KVM-09": Case("salt, adapter and image of one name"),
-    "KVM-10": Case("ranks that disagree about an external hit", open="how often ranks differ is not a metric"),
+    "KVM-10": Case("ranks that disagree about an external hit"),
     "KVM-11": Case("counts that contradict each other"),
     "KVM-12": Case(
         "a part of a chunk loaded over the engine's blocks", open="outputs with and without a tier are not compared token by token"
@@ -134,9 +131,9 @@ CASES: dict[str, Case] = {
     "OPS-04": Case("failover of the store"),
     "OPS-05": Case("a limit on open files"),
     "OPS-06": Case("clocks that jump"),
-    "TRC-01": Case("trace files with bad rows", open="a bad row is named and stops the reading; none is skipped and counted"),
+    "TRC-01": Case("trace files with bad rows"),
     "TRC-02": Case("where an assistant's text in a replay comes from"),
-    "TRC-03": Case("nonces, delays and whose hits they are", open="hits of the shared head and of a session itself are not told apart"),
+    "TRC-03": Case("nonces, delays and whose hits they are"),
     "TRC-04": Case("cached tokens that are unknown"),
 }
 

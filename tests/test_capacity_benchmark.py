@@ -100,12 +100,12 @@ def test_a_run_that_was_cut_off_keeps_its_arms_and_goes_on(tmp_path: Path) -> No
     kept = Kept.begin(setting, first, None)
     kept.add(ArmRun("plain", 0, Measured(10.0, [SAMPLE], num_preemptions=1.0)))
     kept.add(ArmRun("plugin_said", 0, Measured(10.0, [replace(SAMPLE, num_cached_tokens=960)])))
-    kept.add(Outputs(plugin=False, outputs=[(1, 2)]))
+    kept.add(Outputs(engine="plain", outputs=[(1, 2)]))
     with first.open("ab") as file:
         file.write(b'{"type": "ArmRun", "arm": "pl')  # the process ended here
     again = Kept.begin(setting, second, first)
     assert again.runs == kept.runs
-    assert again.outputs == {False: [(1, 2)]}
+    assert again.outputs == {"plain": [(1, 2)]}
     assert again.has("plugin_said", 0)
     assert not again.has("plain", 1)
     assert Kept.begin(setting, second, second).runs == kept.runs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,6 +12,7 @@ from rich.console import Console
 
 from replays.cli import app
 from replays.metrics import parse_metrics
+from replays.options import ReplayOptions
 from replays.plot import plot_run
 from replays.records import End, Header, Phase, Record, RecordsError, Run, Sample, read_run, write_entries
 from replays.report import Report, make_report, percentiles, read_report, write_report
@@ -149,6 +151,39 @@ def test_hits_are_split_by_the_growth_of_the_engines_counters() -> None:
     assert report.gpu_hit_rate == pytest.approx(0.9 * 2 / 3)
     assert report.external_hit_rate == pytest.approx(0.9 / 3)
     assert report.preemptions == 2
+
+
+@pytest.mark.case("TRC-03")
+def test_hits_of_a_shared_head_are_told_from_those_of_the_sessions_own_history() -> None:
+    def of(play: int, started: float, cached: int | None, **fields: Any) -> Record:
+        return msgspec.structs.replace(record(started=started, num_cached_tokens=cached), play=play, **fields)
+
+    cold = [of(0, 0, 0), of(0, 1, 60)]  # the first of all: nobody else had computed its head
+    warm = [of(1, 2, 40), of(1, 3, 90), of(1, 4, 30)]  # 40 of others, then all of these again with 50 of its own, then only a part
+    unknown = [of(2, 5, None), of(2, 6, 80), of(3, 7, 50, error="HTTP 500"), of(3, 8, 70)]
+    report = make_report(run(*cold, *warm, *unknown))
+    shared, own = 40 + 40 + 30, 60 + 50
+    assert (report.shared_head_share, report.own_history_share) == (shared / (shared + own), own / (shared + own))
+    primed = [of(4, 0, 40, phase="warmup"), of(4, 1, 90)]
+    report = make_report(run(*primed))
+    assert report.shared_head_share == pytest.approx(40 / 90)
+    assert make_report(run(of(0, 0, 0))).shared_head_share is None
+
+
+@pytest.mark.case("TRC-03")
+def test_runs_without_idle_times_are_marked_in_every_result(tmp_path: Path) -> None:
+    def shown(report: Report) -> str:
+        console = Console(file=io.StringIO(), width=200)
+        console.print(report_tables([("a", report)]))
+        return str(console.file.getvalue())  # type: ignore[attr-defined]  # a StringIO
+
+    for delays, is_bound in (("zero", True), ("kept", False)):
+        header = msgspec.structs.replace(HEADER, delays=delays, marker="off")
+        report = make_report(Run(header, (record(),), (), None))
+        assert (report.is_upper_bound, report.delays, report.marker) == (is_bound, delays, "off")
+        assert ("UPPER BOUND" in shown(report)) == is_bound
+    for options, drops in (({}, False), ({"delays": "zero"}, True), ({"time_scale": 1e6}, True), ({"time_scale": 300.0}, False)):
+        assert ReplayOptions(**options).drops_idle_times == drops
 
 
 def test_kv_figures_are_of_the_profiling_phase() -> None:

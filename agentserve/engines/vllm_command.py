@@ -67,7 +67,7 @@ class EmbeddedOptions:
     plugin: PluginOptions | None = None
     """Agentserve's plugin inside vLLM; None: vLLM without it."""
     plugin_carrier: Literal["scheduler", "connector"] = "scheduler"
-    """What brings it to vLLM's block pool."""
+    """What brings it to vLLM's block pool; a tier of its own needs the connector, and gets it."""
     extra_args: tuple[str, ...] = ()
     """Appended to vLLM's command line, so they win over what stands there."""
 
@@ -96,12 +96,14 @@ class _SparseConfig(msgspec.Struct):
     sparse_index_dim: int = 0
 
 
-def plugin_options(policy: str) -> PluginOptions | None:
-    """For the setting `engine.plugin`. Raises `SetupError` where there is no such policy."""
+def plugin_options(policy: str, tier_bytes: int = 0) -> PluginOptions | None:
+    """For the setting `engine.plugin`, with an exclusive tier of so many bytes behind it. Raises `SetupError` where that cannot be."""
     if policy == "off":
+        if tier_bytes:
+            raise SetupError("--offload-tier exclusive is kept by the engine's plugin: name its policy with --engine-plugin")
         return None
     try:
-        return PluginOptions.read({"policy": policy})
+        return PluginOptions.read({"policy": policy, "tier_bytes": tier_bytes})
     except PluginUnsupported as error:
         raise SetupError(f"--engine-plugin: {error}") from error
 
@@ -130,6 +132,11 @@ def _read_config(model_folder: Path) -> _ModelConfig:
     content = (model_folder / "config.json").read_bytes()
     nested = msgspec.json.decode(content, type=_NestedConfig).text_config
     return msgspec.json.decode(content, type=_ModelConfig) if nested is None else nested
+
+
+def kv_bytes_per_token(model_folder: Path) -> int:
+    """What a token of the generated model takes in the KV cache, over all ranks."""
+    return _read_config(model_folder).kv_bytes_per_token
 
 
 def vllm_command(
@@ -205,7 +212,7 @@ def _extra_args(options: EmbeddedOptions) -> tuple[str, ...]:
     """Those asked for, and the plugin: a connector of its own stands in front of the one that they may name."""
     if options.plugin is None:
         return options.extra_args
-    if options.plugin_carrier == "scheduler":
+    if options.plugin_carrier == "scheduler" and not options.plugin.tier_bytes:
         return (*scheduler_args(options.plugin), *options.extra_args)
     if _TRANSFER not in options.extra_args:
         return (_TRANSFER, transfer_config(options.plugin), *options.extra_args)

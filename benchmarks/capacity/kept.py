@@ -26,9 +26,9 @@ class ArmRun(msgspec.Struct, frozen=True, tag=True):
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):
-    """Greedy answers of one engine."""
+    """Greedy answers of one kind of engine."""
 
-    plugin: bool
+    engine: str
     outputs: list[tuple[int, ...]]
 
 
@@ -51,7 +51,7 @@ class Kept:
     setting: Setting
     path: Path | None = None
     runs: dict[str, dict[int, Measured]] = field(default_factory=dict)
-    outputs: dict[bool, list[tuple[int, ...]]] = field(default_factory=dict)
+    outputs: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
     plugin_errors: list[str] = field(default_factory=list)
     overhead: dict[str, float] = field(default_factory=dict)
 
@@ -85,7 +85,7 @@ class Kept:
             case ArmRun():
                 self.runs.setdefault(line.arm, {})[line.seed] = line.measured
             case Outputs():
-                self.outputs[line.plugin] = line.outputs
+                self.outputs[line.engine] = line.outputs
             case PluginError():
                 self.plugin_errors.append(line.text)
             case Overhead():

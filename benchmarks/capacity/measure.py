@@ -20,11 +20,11 @@ from pathlib import Path
 from rich.console import Console
 
 from agentserve.engines.embedded import EmbeddedEngine
-from agentserve.engines.hints import EngineHints, NoHints, PluginHints
+from agentserve.engines.hints import EngineHints, NoHints, PluginHints, PluginState
 from agentserve.engines.plugin.options import PluginOptions
 from agentserve.engines.vllm import VllmEngine
-from agentserve.engines.vllm_command import EmbeddedOptions
-from benchmarks.capacity.arms import ARMS, HAZARD_PARAMETERS, QUICK_ARMS
+from agentserve.engines.vllm_command import EmbeddedOptions, kv_bytes_per_token
+from benchmarks.capacity.arms import ARMS, HAZARD_PARAMETERS, QUICK_ARMS, EngineKind
 from benchmarks.capacity.drive import Run
 from benchmarks.capacity.figures import ArmFigures, faults, figures
 from benchmarks.capacity.kept import ArmRun, Kept, Outputs, Overhead, PluginError, Setting, runs_path
@@ -64,15 +64,24 @@ class Plan:
         return cls(names, seeds, options.blocks or NUM_BLOCKS, QUICK_SECONDS if options.quick else SECONDS)
 
 
-def _engine_options(cache_folder: Path, num_blocks: int, *, plugin: bool) -> EmbeddedOptions:
-    hazard = PluginOptions("class_hazard", HAZARD_PARAMETERS, time_scale=TIME_SCALE, longest_gap_seconds=GAP_CAP_SECONDS)
+def _engine_options(cache_folder: Path, num_blocks: int, kind: EngineKind) -> EmbeddedOptions:
+    plugin = None
+    if kind.policy is not None:
+        block_bytes = BLOCK_SIZE * kv_bytes_per_token(cache_folder / "nano")
+        plugin = PluginOptions(
+            kind.policy,
+            HAZARD_PARAMETERS if kind.policy == "class_hazard" else {},
+            time_scale=TIME_SCALE,
+            longest_gap_seconds=GAP_CAP_SECONDS,
+            tier_bytes=int(kind.tier_share * num_blocks) * block_bytes,
+        )
     return EmbeddedOptions(
         cache_folder,
         kv_tokens=num_blocks * BLOCK_SIZE,
         block_size=BLOCK_SIZE,
         max_model_len=_MAX_MODEL_LEN,
         dev_mode=True,
-        plugin=hazard if plugin else None,
+        plugin=plugin,
     )
 
 
@@ -97,23 +106,27 @@ class _Site:
 
     async def run(self) -> None:
         """One engine without the plugin serves all seeds: its emptied cache is all that it remembers. The plugin learns, so that each
-        seed begins with an engine of its own."""
-        await self._engine(self._missing(self._plan.seeds, plugin=False), plugin=False)
+        seed begins with engines of its own."""
+        kinds = dict.fromkeys(ARMS[name].engine for name in self._plan.arms)
+        for kind in kinds:
+            if kind.policy is None:
+                await self._engine(self._missing(self._plan.seeds, kind), kind)
         for seed in self._plan.seeds:
-            await self._engine(self._missing((seed,), plugin=True), plugin=True)
+            for kind in kinds:
+                if kind.policy is not None:
+                    await self._engine(self._missing((seed,), kind), kind)
 
-    def _missing(self, seeds: Sequence[int], *, plugin: bool) -> list[tuple[str, int]]:
-        arms = [name for name in self._plan.arms if ARMS[name].plugin is plugin]
+    def _missing(self, seeds: Sequence[int], kind: EngineKind) -> list[tuple[str, int]]:
+        arms = [name for name in self._plan.arms if ARMS[name].engine == kind]
         return [(name, seed) for seed in seeds for name in arms if not self._kept.has(name, seed)]
 
-    async def _engine(self, runs: Sequence[tuple[str, int]], *, plugin: bool) -> None:
-        has_arms = any(ARMS[name].plugin is plugin for name in self._plan.arms)
-        if not runs and (plugin in self._kept.outputs or not has_arms):
+    async def _engine(self, runs: Sequence[tuple[str, int]], kind: EngineKind) -> None:
+        if not runs and str(kind) in self._kept.outputs:
             return
-        embedded = EmbeddedEngine(_engine_options(self._folder, self._plan.num_blocks, plugin=plugin), progress=self._progress)
+        embedded = EmbeddedEngine(_engine_options(self._folder, self._plan.num_blocks, kind), progress=self._progress)
         await embedded.start()
         engine = VllmEngine(embedded.url)
-        hints: EngineHints = PluginHints(embedded.url) if plugin else NoHints()
+        hints: EngineHints = PluginHints(embedded.url) if kind.policy is not None else NoHints()
         capacity_tokens = self._plan.num_blocks * BLOCK_SIZE
         try:
             await engine.start()
@@ -123,22 +136,26 @@ class _Site:
                 run = Run(ARMS[name], engine, hints, f"{name}-{seed}", BLOCK_SIZE, capacity_tokens)
                 measured = await run.play(self._lanes[seed], WARM_SECONDS, self._plan.seconds, seed)
                 await _emptied(embedded.url)
-                await self._check(hints, plugin=plugin)
+                self._check(kind, await hints.state())
                 self._kept.add(ArmRun(name, seed, measured))
                 self._on_run()
-            if plugin not in self._kept.outputs:
-                self._kept.add(Outputs(plugin, await greedy_outputs(engine, hints, capacity_tokens)))
-                await self._check(hints, plugin=plugin)
+            if str(kind) not in self._kept.outputs:
+                self._kept.add(Outputs(str(kind), await greedy_outputs(engine, hints, capacity_tokens)))
+                self._check(kind, await hints.state())
         finally:
             await hints.close()
             await engine.close()
             await embedded.close()
 
-    async def _check(self, hints: EngineHints, *, plugin: bool) -> None:
-        if plugin:
-            state = await hints.state()
-            if state is None or not state.is_ordering:
-                self._kept.add(PluginError("the plugin does not say that it orders" if state is None else state.off_because))
+    def _check(self, kind: EngineKind, state: PluginState | None) -> None:
+        if kind.policy is None:
+            return
+        if state is None:
+            self._kept.add(PluginError("the plugin does not say that it orders"))
+        elif not state.is_ordering:
+            self._kept.add(PluginError(state.off_because))
+        elif kind.tier_share and state.tier_off_because:
+            self._kept.add(PluginError(state.tier_off_because))
 
 
 async def _emptied(url: str) -> None:
@@ -189,7 +206,8 @@ def table_of(plan: Plan, kept: Kept) -> Result:
         if runs:
             plain = None if name == "plain" else [kept.runs["plain"][seed] for seed in runs]
             by_arm[name] = figures(list(runs.values()), plain)
-    identical = None if len(kept.outputs) < 2 else kept.outputs[False] == kept.outputs[True]
+    answers = list(kept.outputs.values())
+    identical = None if len(answers) < 2 else all(other == answers[0] for other in answers)
     found = faults(by_arm["plain"])
     traces = "generated sessions" if kept.setting.traces == "generated" else f"sessions of {kept.setting.traces}, the held-back half"
     missing = [f"{name} seed {seed}" for name in plan.arms for seed in plan.seeds if not kept.has(name, seed)]
@@ -199,7 +217,7 @@ def table_of(plan: Plan, kept: Kept) -> Result:
         "The run counts." if not found else f"The run does not count: {'; '.join(found)}.",
         *([f"Cut off; not measured: {', '.join(missing)}."] if missing else []),
         *(f"plugin: {error}" for error in kept.plugin_errors),
-        "An exclusive offload tier is not among the arms yet.",
+        *(f"{name}: an exclusive tier of {ARMS[name].tier_share:.0%} of the blocks." for name in by_arm if ARMS[name].tier_share),
     ]
     flat: dict[str, float | None] = {f"{arm}_{name}": value for arm, one in by_arm.items() for name, value in _values(one).items()}
     top = {

@@ -57,14 +57,16 @@ class Measured:
 
 
 def measure(options: Options) -> Result:
-    """Everything in one run. A quick run counts the cases beside its other parts, and does not freeze Redis."""
+    """Everything in one run. A quick run counts the cases beside its other parts, but for the long histories, whose times would be theirs
+    too; and it does not freeze Redis.
+    """
     configure_log("error")
     folder, amount = options.cache_folder / "nano", QUICK if options.quick else FULL
     prepare(folder)
     with Progress(transient=True) as progress, ThreadPoolExecutor(1) as beside:
+        long = measure_clients(folder, amount.long_turns)
         if options.quick:
             counting = beside.submit(run_cases, True)
-        long = measure_clients(folder, amount.long_turns)
         replays = _replays(folder, amount, progress)
         bar = progress.add_task("clients leave", total=amount.disconnects)
         left = asyncio.run(disconnect(folder, amount.disconnects, SEED, lambda: progress.advance(bar)))

@@ -10,6 +10,7 @@ from replays.formats.capture import read_captures, starts_capture
 from replays.formats.dynamo import read_dynamo, starts_dynamo
 from replays.formats.mooncake import read_mooncake, starts_mooncake
 from replays.formats.rows import RowFormat, first_row, row_files
+from replays.row_faults import RowFaults
 from replays.traces import Session, TraceSet
 
 ROW_FORMATS: dict[str, RowFormat] = {
@@ -28,15 +29,15 @@ class Sessions(Protocol):
     def __getitem__(self, index: int, /) -> Session: ...
 
     def checked(self) -> Iterator[Session]:
-        """Every session once. Raises TraceError at the first that is not valid, or whose id was used before."""
+        """Every session once. Strict readings raise TraceError at the first that is not valid, or whose id was used before."""
         ...
 
 
 class RowTraces(Sequence[Session]):
     """The sessions that rows of one or more files make, in order of their start. Read whole: a session's rows may lie anywhere."""
 
-    def __init__(self, path: Path, row_format: RowFormat) -> None:
-        self._sessions = row_format.read(row_files(path))
+    def __init__(self, path: Path, row_format: RowFormat, faults: RowFaults) -> None:
+        self._sessions = row_format.read(row_files(path), faults)
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -49,14 +50,18 @@ class RowTraces(Sequence[Session]):
         return iter(self._sessions)
 
 
-def open_traces(path: Path, trace_format: str = "auto") -> Sessions:
-    """The sessions of a file or folder. `auto` looks at the first row. Raises TraceError; a weka session only when it is read."""
+def open_traces(path: Path, trace_format: str = "auto", faults: RowFaults | None = None) -> Sessions:
+    """The sessions of a file or folder. `auto` looks at the first row that is JSON. Bad rows go to `faults`, strict if none are given.
+
+    Raises TraceError; for a weka session only when it is read, and then also in a lenient reading where it is asked for by its number.
+    """
     name = detect(path) if trace_format == "auto" else trace_format
-    return TraceSet(path) if name == "weka" else RowTraces(path, ROW_FORMATS[name])
+    faults = faults or RowFaults(strict=True)
+    return TraceSet(path, faults=faults) if name == "weka" else RowTraces(path, ROW_FORMATS[name], faults)
 
 
 def detect(path: Path) -> str:
-    """The format of the first row of the first file. What is no row of any other format is left to weka's reader and its messages."""
+    """The format of the first file's first row that is JSON. What is no row of another format is left to weka's reader and its messages."""
     if path.is_file() and path.suffix == ".json":
         return "weka"
     files = row_files(path, optional=True)

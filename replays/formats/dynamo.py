@@ -7,14 +7,15 @@ envelope (`{"event": {…}}`). Payloads and tool events are passed over: the tim
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
 
-from replays.formats.rows import Call, Line, as_ids, lines_of, sessions_of
+from replays.formats.rows import Call, Line, as_ids, read_rows, sessions_of
+from replays.row_faults import RowFaults
 from replays.traces import Request, Session
 
 SCHEMA = "dynamo.request.trace.v1"
@@ -80,36 +81,46 @@ def starts_dynamo(row: Mapping[str, Any]) -> bool:
     return isinstance(event, dict) and event.get("schema") == SCHEMA
 
 
-def read_dynamo(files: Sequence[Path]) -> list[Session]:
-    """The sessions of all events. Raises TraceError for a `request_end` that its own replay would refuse, too."""
-    calls: list[Call] = []
-    size: int | None = None
-    seen: set[str] = set()
-    for line, event in _ends(files):
+def read_dynamo(files: Sequence[Path], faults: RowFaults) -> list[Session]:
+    """The sessions of all events. A `request_end` that its own replay would refuse is a bad row, too. Raises TraceError."""
+    reader = _Reader()
+    calls = [call for _, call in read_rows(files, reader.read, faults) if call is not None]
+    if not reader.size:
+        raise Line(files[0], 1, b"").error("no request_end event here")
+    return sessions_of(calls, reader.size, faults)
+
+
+class _Reader:
+    """Makes calls of lines. What a sound row brings holds for those behind it: its block size, and that its id is taken."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._seen: set[str] = set()
+
+    def read(self, line: Line) -> Call | None:
+        """The call that the line ends; None for another event. Raises TraceError."""
+        event = _event(line)
+        if event.event_type != "request_end":
+            return None
         request, replay = event.request, event.request.replay if event.request else None
         if request is None or replay is None:
             raise line.error("a request_end without replay hashes", "request.replay")
-        if request.request_id in seen:
+        if request.request_id in self._seen:
             raise line.error(f"request {request.request_id!r} is there twice", "request.request_id")
-        seen.add(request.request_id)
-        if size is not None and replay.trace_block_size != size:
-            raise line.error(f"blocks of {replay.trace_block_size} tokens after blocks of {size}", "request.replay.trace_block_size")
-        size = replay.trace_block_size
+        if self.size and replay.trace_block_size != self.size:
+            raise line.error(f"blocks of {replay.trace_block_size} tokens after blocks of {self.size}", "request.replay.trace_block_size")
+        made = _request(line, event.event_time_unix_ms, request, replay)
+        self.size = replay.trace_block_size
+        self._seen.add(request.request_id)
         context = event.agent_context or AgentContext(session_id=request.request_id)
-        calls.append(Call(context.session_id, context.parent_session_id, _request(line, event.event_time_unix_ms, request, replay)))
-    if size is None:
-        raise Line(files[0], 1, b"").error("no request_end event here")
-    return sessions_of(calls, size)
+        return Call(context.session_id, context.parent_session_id, made, line)
 
 
-def _ends(files: Sequence[Path]) -> Iterator[tuple[Line, TraceEvent]]:
-    for file in files:
-        for line in lines_of(file):
-            event = line.decode(_ENVELOPE).event if line.text.lstrip().startswith((b'{"event":', b'{ "event":')) else line.decode(_EVENT)
-            if event.event_type not in _KNOWN_EVENTS:
-                raise line.error(f"{event.event_type!r} is no event of {SCHEMA}", "event_type")
-            if event.event_type == "request_end":
-                yield line, event
+def _event(line: Line) -> TraceEvent:
+    event = line.decode(_ENVELOPE).event if line.text.lstrip().startswith((b'{"event":', b'{ "event":')) else line.decode(_EVENT)
+    if event.event_type not in _KNOWN_EVENTS:
+        raise line.error(f"{event.event_type!r} is no event of {SCHEMA}", "event_type")
+    return event
 
 
 def _request(line: Line, ended_ms: int, request: RequestMetrics, replay: ReplayHashes) -> Request:

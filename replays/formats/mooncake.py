@@ -15,8 +15,9 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
-from replays.formats.rows import Call, Line, as_ids, lines_of, sessions_of
-from replays.traces import HashIds, Request, Session
+from replays.formats.rows import Call, Line, as_ids, read_rows, sessions_of
+from replays.row_faults import RowFaults
+from replays.traces import HashIds, Request, Session, TraceError
 
 BLOCK_SIZE = 512
 """Tokens of a block, as in Mooncake's own traces, where the file's rows do not need another."""
@@ -50,30 +51,51 @@ def starts_mooncake(row: Mapping[str, Any]) -> bool:
     return ("input_length" in row or "input_tokens" in row) and "requests" not in row
 
 
-def read_mooncake(files: Sequence[Path]) -> list[Session]:
-    """The sessions of all rows. Raises TraceError for a row without lengths, without a time, or with ids that no block size explains."""
-    rows = [(line, line.decode(_DECODER)) for file in files for line in lines_of(file)]
-    size = _block_size(rows)
-    last: dict[str, Request] = {}
+def read_mooncake(files: Sequence[Path], faults: RowFaults) -> list[Session]:
+    """The sessions of all rows. Bad are rows without lengths or a time, that ask for nothing, that repeat the one before them in their
+    session, or whose ids the block size of the others does not explain. What follows a bad row of a session follows the last sound one.
+    Raises TraceError.
+    """
+    rows = list(read_rows(files, _row, faults))
+    size = _block_size([row for _, row in rows])
+    last: dict[str, tuple[MooncakeRow, Request]] = {}
     calls: list[Call] = []
     for number, (line, row) in enumerate(rows):
         name = row.session_id or f"row-{number + 1:06d}"
-        request = _request(line, row, size, last.get(name), number)
-        last[name] = request
-        calls.append(Call(name, None, request))
-    return sessions_of(calls, size)
+        try:
+            request = _request(line, row, size, last.get(name), number)
+        except TraceError as error:
+            faults.skip(error)
+            continue
+        last[name] = row, request
+        calls.append(Call(name, None, request, line))
+    if not calls:
+        raise TraceError("no row here is sound", path=files[0])
+    return sessions_of(calls, size, faults)
 
 
-def _block_size(rows: Sequence[tuple[Line, MooncakeRow]]) -> int:
-    """The largest usual size whose blocks hold every prompt in as many ids as its row has."""
-    possible = list(_BLOCK_SIZES)
-    for line, row in rows:
-        tokens = _either(line, "input_length", row.input_length, row.input_tokens)
-        if row.hash_ids:
-            possible = [size for size in possible if tokens // size <= len(row.hash_ids) <= -(-tokens // size)]
-        if not possible:
-            raise line.error(f"{len(row.hash_ids)} ids for {tokens} tokens fit no block size that the rows before had", "hash_ids")
-    return possible[0] if possible else BLOCK_SIZE
+def _row(line: Line) -> MooncakeRow:
+    row = line.decode(_DECODER)
+    _either(line, "input_length", row.input_length, row.input_tokens)
+    if not _either(line, "output_length", row.output_length, row.output_tokens):
+        raise line.error("nothing is generated", "output_length")
+    stamp = row.timestamp if row.timestamp is not None else row.created_time
+    delay = row.delay if row.delay is not None else row.delay_ms
+    for field, value in (("timestamp", stamp), ("delay", delay)):
+        if value is not None and value < 0:
+            raise line.error("is negative", field)
+    return row
+
+
+def _block_size(rows: Sequence[MooncakeRow]) -> int:
+    """The usual size whose blocks hold the prompts of most rows in as many ids as those have; of several the largest."""
+    fits = [sum(_fits(row, size) for row in rows if row.hash_ids) for size in _BLOCK_SIZES]
+    return _BLOCK_SIZES[fits.index(max(fits))] if any(fits) else BLOCK_SIZE
+
+
+def _fits(row: MooncakeRow, size: int) -> bool:
+    tokens = row.input_length if row.input_length is not None else row.input_tokens
+    return not row.hash_ids or tokens is None or tokens // size <= len(row.hash_ids) <= -(-tokens // size)
 
 
 def _either(line: Line, field: str, value: int | None, other: int | None) -> int:
@@ -83,8 +105,13 @@ def _either(line: Line, field: str, value: int | None, other: int | None) -> int
     return found
 
 
-def _request(line: Line, row: MooncakeRow, size: int, previous: Request | None, number: int) -> Request:
+def _request(line: Line, row: MooncakeRow, size: int, before: tuple[MooncakeRow, Request] | None, number: int) -> Request:
     tokens = _either(line, "input_length", row.input_length, row.input_tokens)
+    if not _fits(row, size):
+        raise line.error(f"{len(row.hash_ids)} ids for {tokens} tokens fit no block size that the other rows have", "hash_ids")
+    if before is not None and row == before[0] and (row.timestamp is not None or row.created_time is not None):
+        raise line.error(f"the row before it in session {row.session_id!r} again")
+    previous = before[1] if before is not None else None
     output = _either(line, "output_length", row.output_length, row.output_tokens)
     ids = as_ids(row.hash_ids)
     if previous is not None and not _begins_with(ids, previous.hash_ids):

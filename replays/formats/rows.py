@@ -6,18 +6,22 @@ import gzip
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 
+from replays.row_faults import RowFaults
 from replays.traces import HashIds, Request, Session, Stream, TraceError
 
 _SUFFIXES = (".jsonl", ".jsonl.gz")
 _ID_MASK = (1 << 63) - 1
+_LOOKED_AT = 100
 
 Struct = TypeVar("Struct", bound=msgspec.Struct)
+T = TypeVar("T")
 Row: TypeAlias = "dict[str, Any]"
 
 
@@ -27,7 +31,7 @@ class RowFormat:
 
     about: str
     starts: Callable[[Mapping[str, Any]], bool]
-    read: Callable[[Sequence[Path]], list[Session]]
+    read: Callable[[Sequence[Path], RowFaults], list[Session]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +77,25 @@ def lines_of(path: Path) -> Iterator[Line]:
         raise TraceError(f"cannot be read: {getattr(error, 'strerror', None) or error}", path=path) from None
 
 
+def read_rows(files: Sequence[Path], read: Callable[[Line], T], faults: RowFaults) -> Iterator[tuple[Line, T]]:
+    """What `read` makes of each line; a line at which it raises TraceError goes to `faults`."""
+    for file in files:
+        for line in lines_of(file):
+            try:
+                row = read(line)
+            except TraceError as error:
+                faults.skip(error)
+                continue
+            yield line, row
+
+
 def first_row(path: Path) -> object:
-    """The first row of a file, whatever it is; None where there is none or it is no JSON."""
-    for line in lines_of(path):
+    """The first row of a file that is JSON, whatever it is; None where there is none among the first `_LOOKED_AT`."""
+    for line in islice(lines_of(path), _LOOKED_AT):
         try:
             return msgspec.json.decode(line.text)
         except (msgspec.DecodeError, UnicodeDecodeError):
-            return None
+            continue
     return None
 
 
@@ -95,14 +111,18 @@ class Call:
     stream: str
     parent: str | None
     request: Request
+    line: Line
 
 
-def sessions_of(calls: Sequence[Call], block_size: int, *, has_clock: bool = True) -> list[Session]:
-    """Trees of streams, in order of their first call. A stream whose parent has no calls is a root; a cycle of parents is cut."""
-    streams: dict[str, list[Request]] = {}
+def sessions_of(calls: Sequence[Call], block_size: int, faults: RowFaults, *, has_clock: bool = True) -> list[Session]:
+    """Trees of streams, in order of their first call. A stream whose parent has no calls is a root; a cycle of parents is cut.
+
+    Calls that are odd are flagged: prompts that shrink, and answers without a token.
+    """
+    streams: dict[str, list[Call]] = {}
     parents: dict[str, str | None] = {}
     for call in sorted(calls, key=lambda call: call.request.start_seconds):
-        streams.setdefault(call.stream, []).append(call.request)
+        streams.setdefault(call.stream, []).append(call)
         parents[call.stream] = parents.get(call.stream) or call.parent
     trees: dict[str, list[str]] = {}
     for name in streams:
@@ -110,7 +130,7 @@ def sessions_of(calls: Sequence[Call], block_size: int, *, has_clock: bool = Tru
     found = []
     order = 0
     for root, names in trees.items():
-        made = {name: _stream("" if name == root else name, streams[name], order) for name in names}
+        made = {name: _stream("" if name == root else name, streams[name], order, faults) for name in names}
         order += sum(len(stream.requests) for stream in made.values())
         children = tuple(made[name] for name in names if name != root)
         found.append(Session(root, block_size, made[root], children, scope="global", has_clock=has_clock))
@@ -126,9 +146,14 @@ def _root(name: str, parents: Mapping[str, str | None], streams: Mapping[str, ob
     return name
 
 
-def _stream(name: str, requests: Sequence[Request], order: int) -> Stream:
+def _stream(name: str, calls: Sequence[Call], order: int, faults: RowFaults) -> Stream:
     made: list[Request] = []
-    for index, request in enumerate(requests):
+    for index, call in enumerate(calls):
+        request = call.request
         shrinks = bool(made) and request.num_prompt_tokens < made[-1].num_prompt_tokens
+        if shrinks:
+            faults.flag(call.line.error("the prompt shrinks (the history was compacted or cut)"))
+        elif not request.num_output_tokens:
+            faults.flag(call.line.error("nothing was generated"))
         made.append(replace(request, order=order + index, shrinks=shrinks))
     return Stream(name, tuple(made))

@@ -16,6 +16,7 @@ from cyclopts.types import NonNegativeFloat, PositiveFloat, PositiveInt
 from rich.console import Console
 from rich.progress import Progress
 
+from replays.row_faults import RowFaults, say_rows
 from replays.simulator.grid import (
     DEFINITIONS,
     Grid,
@@ -75,6 +76,7 @@ class WorkloadOptions:
     ] = None
     speed: Annotated[PositiveFloat, Parameter(help="Of an open loop with recorded arrivals: how much faster they come.")] = 1.0
     unmeasured: Annotated[NonNegativeFloat, Parameter(help="Seconds at the start of an open loop that are warm-up.")] = 0.0
+    strict: Annotated[bool, Parameter(help="Stop at the first bad row of a trace; else such rows are left out, counted and named.")] = False
     jobs: Annotated[int, Parameter(help="Processes; 0: one for each core.")] = 0
 
     @property
@@ -97,7 +99,9 @@ class WorkloadOptions:
         """The traces. Raises TraceError."""
         reading = Reading(self.trace_format, self.block_size, echoes=self.assistant == "live")
         with progress_bar("reading traces") as progress:
-            workload = read_workload(traces, reading, self.num_jobs, progress)
+            workload = read_workload(traces, reading, self.num_jobs, progress, RowFaults(strict=self.strict))
+        for line in say_rows(workload.rows):
+            ERRORS.print(line, style="yellow", markup=False, soft_wrap=True)
         if self.arrivals == 0 and not workload.has_clock:
             raise GridError("these sessions are not on one clock, so there are no recorded arrivals: give a rate with --arrivals")
         return workload
@@ -175,12 +179,14 @@ def simulate_command(
     points = points_of(reports)
     console = output()
     console.print(f"{workload.name}: {len(workload.scripts)} sessions, {workload.num_calls} calls; profile {options.profile}")
+    if any(report.is_upper_bound for report in reports):
+        console.print("idle times are dropped: hit rates are an UPPER BOUND")
     console.print(point_table(points))
     _say_overflows(points)
     if anatomy:
         console.print("", anatomy_tables([report for report in reports if report.seed == seeds[0]], roomy))
     if json is not None:
-        write_json(json, {"definitions": DEFINITIONS, "points": points, "runs": reports, "unlimited": roomy})
+        write_json(json, {"definitions": DEFINITIONS, "points": points, "runs": reports, "unlimited": roomy, "rows": workload.rows})
     if png is not None:
         # matplotlib takes half a second to import, which only those who want a picture should pay.
         from replays.simulator.plot import plot_anatomy

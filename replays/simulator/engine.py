@@ -287,14 +287,16 @@ class Engine:
 
     def _grow(self, request: EngineRequest, num_new: int) -> bool:
         options = self.options
-        end = request.num_computed_tokens + num_new
-        more = -(-(end + options.num_speculative_tokens) // options.block_size) - request.num_blocks
+        end, size = request.num_computed_tokens + num_new, options.block_size
+        if end + options.num_speculative_tokens <= request.num_blocks * size and end < (request.num_hashed + 1) * size:
+            return True  # inside its last block, as nearly always
+        more = -(-(end + options.num_speculative_tokens) // size) - request.num_blocks
         if more > 0:
             if more > self.pool.num_free:
                 return False
             self.pool.allocate(more, self._now)
             request.num_blocks += more
-        self._commit(request, min(end, request.num_tokens) // options.block_size)
+        self._commit(request, min(end, request.num_tokens) // size)
         return True
 
     def _commit(self, request: EngineRequest, depth: int) -> None:

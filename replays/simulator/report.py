@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from msgspec import Struct
 
+from replays.options import NO_IDLE_SECONDS
 from replays.simulator.anatomy import Anatomy, AnatomyReport, weighted_percentiles
 from replays.simulator.fairness import fairness
 from replays.simulator.outcomes import Outcome
@@ -66,6 +67,8 @@ class SimulationReport(Struct, kw_only=True):
     """Of the CPU tier; 0 without one."""
     ends: str = "unknown"
     """Whether the policy is told that a session has ended: `said`, `inferred` or `unknown`."""
+    is_upper_bound: bool = False
+    """Idle times were dropped: nothing was evicted in them."""
     arrivals: float | None = None
     """Sessions a second of an open loop; 0: as recorded; None: closed loop."""
 
@@ -137,6 +140,7 @@ def make_report(options: SimulationOptions, loop: Loop, server: Server, outcomes
         admission_parameters=dict(options.admission_parameters),
         tier_tokens=options.tier.capacity_tokens if options.tier is not None else 0,
         ends="said" if options.knowledge.ends else "inferred" if options.knowledge.inferred else "unknown",
+        is_upper_bound=options.loop.idle_cap < NO_IDLE_SECONDS,
         arrivals=options.loop.arrivals,
     )
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from replays.formats import Sessions, open_traces
 from replays.plan import PlannedCall
+from replays.row_faults import RowFaults, RowsReport
 from replays.simulator.chains import Forest
 from replays.simulator.scripts import Script, script_of
 from replays.theoretical import TheoreticalHit
@@ -20,10 +21,11 @@ _PARALLEL_FROM = 32
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is played. `name` is for people."""
+    """What is played. `name` is for people; `rows` are those of the traces that were left out, or are odd."""
 
     name: str
     scripts: tuple[Script, ...]
+    rows: RowsReport = field(default_factory=RowsReport)
 
     @property
     def num_calls(self) -> int:
@@ -45,53 +47,65 @@ class Reading:
 
 
 def read_workload(
-    paths: Sequence[Path], reading: Reading, jobs: int = 1, progress: Callable[[int, int], None] = lambda done, total: None
+    paths: Sequence[Path],
+    reading: Reading,
+    jobs: int = 1,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    faults: RowFaults | None = None,
 ) -> Workload:
-    """The sessions of all paths. Raises TraceError. `progress` hears how many sessions of how many are done."""
-    opened = [open_traces(path, reading.trace_format) for path in paths]
+    """The sessions of all paths. `progress` hears how many sessions of how many are done, `faults` of bad rows (strict if none is given).
+
+    Raises TraceError.
+    """
+    faults = faults or RowFaults(strict=True)
+    opened = [open_traces(path, reading.trace_format, faults) for path in paths]
     total = sum(len(sessions) for sessions in opened)
     scripts: list[Script] = []
     for path, sessions in zip(paths, opened, strict=True):
-        for script in _scripts(path, sessions, reading, jobs):
+        for script in _scripts(path, sessions, reading, jobs, faults):
             scripts.append(script)
             progress(len(scripts), total)
     playable = [script for script in scripts if script.plan.calls]
     if not playable:
         raise TraceError("no session has a call to play", path=paths[0])
-    return Workload(", ".join(path.name for path in paths), tuple(playable))
+    return Workload(", ".join(path.name for path in paths), tuple(playable), faults.report())
 
 
-def _scripts(path: Path, sessions: Sessions, reading: Reading, jobs: int) -> Iterator[Script]:
+def _scripts(path: Path, sessions: Sessions, reading: Reading, jobs: int, faults: RowFaults) -> Iterator[Script]:
     if isinstance(sessions, TraceSet):
-        yield from _separate(path, sessions, reading, jobs)
+        yield from _separate(path, sessions, reading, jobs, faults)
     else:
         yield from _joined(path, list(sessions.checked()), reading)
 
 
-def _separate(path: Path, sessions: TraceSet, reading: Reading, jobs: int) -> Iterator[Script]:
+def _separate(path: Path, sessions: TraceSet, reading: Reading, jobs: int, faults: RowFaults) -> Iterator[Script]:
     """Sessions that share nothing: each read and planned where there is a free process."""
-    seen: set[str] = set()
     worker = _Separate(path, reading)
     if jobs > 1 and len(sessions) >= _PARALLEL_FROM:
         with multiprocessing.get_context("fork").Pool(jobs) as pool:
-            yield from _distinct(pool.imap(worker, range(len(sessions)), chunksize=4), seen, path)
+            yield from _distinct(pool.imap(worker, range(len(sessions)), chunksize=4), sessions, faults)
     else:
-        yield from _distinct(map(worker, range(len(sessions))), seen, path)
+        yield from _distinct(map(worker, range(len(sessions))), sessions, faults)
 
 
-def _distinct(scripts: Iterator[Script | None], seen: set[str], path: Path) -> Iterator[Script]:
-    for script in scripts:
-        if script is None:
-            continue
-        name = script.plan.session.id
-        if name in seen:
-            raise TraceError(f"session id {name!r} is used twice", path=path, field="id")
-        seen.add(name)
-        yield script
+def _distinct(scripts: Iterator[Script | TraceError | None], sessions: TraceSet, faults: RowFaults) -> Iterator[Script]:
+    seen: set[str] = set()
+    for index, script in enumerate(scripts):
+        if isinstance(script, TraceError):
+            faults.skip(script)
+        elif script is not None:
+            session = script.plan.session
+            if session.id in seen:
+                faults.skip(sessions.error(index, f"session id {session.id!r} is used twice", "id"))
+                continue
+            seen.add(session.id)
+            if (odd := sessions.odd(index, session)) is not None:
+                faults.flag(odd)
+            yield script
 
 
 class _Separate:
-    """Reads one session by its number; None for one without calls. What it has opened stays in its process."""
+    """Reads one session by its number; None for one without calls, the error for a bad one. What it has opened stays in its process."""
 
     def __init__(self, path: Path, reading: Reading) -> None:
         self._path = path
@@ -105,10 +119,13 @@ class _Separate:
         self._path, self._reading = state
         self._sessions = None
 
-    def __call__(self, index: int) -> Script | None:
+    def __call__(self, index: int) -> Script | TraceError | None:
         if self._sessions is None:
             self._sessions = TraceSet(self._path)
-        session = self._sessions[index]
+        try:
+            session = self._sessions[index]
+        except TraceError as error:
+            return error
         return _script(session, self._reading, self._path) if session.root.requests else None
 
 

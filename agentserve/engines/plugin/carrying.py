@@ -24,14 +24,14 @@ def check_engine(options: PluginOptions) -> None:
     control.install()
 
 
-def order_pool(pool: Any, options: PluginOptions, num_groups: int) -> Ordering:
-    """From now on `options.policy` orders vLLM's BlockPool. Raises PluginUnsupported. Changes state."""
+def order_pool(pool: Any, options: PluginOptions, num_groups: int, num_slots: int = 0) -> Ordering:
+    """From now on `options.policy` orders vLLM's BlockPool, with a tier of `num_slots` blocks. Raises PluginUnsupported. Changes state."""
     if not type(pool.free_block_queue).__module__.startswith("vllm."):
         raise PluginUnsupported("the block pool is ordered already: name the plugin's connector or its scheduler, not both")
     check_pool(pool, num_groups)
-    ordering = Ordering(pool, options, monotonic, _warn)
+    ordering = Ordering(pool, options, monotonic, _warn, num_slots)
     control.current = ordering
-    _log.info("agentserve orders %d blocks by %s", pool.num_gpu_blocks - 1, options.policy)
+    _log.info("agentserve orders %d blocks by %s, with %d behind them", pool.num_gpu_blocks - 1, options.policy, num_slots)
     return ordering
 
 

@@ -17,7 +17,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from agentserve.engines.plugin.carrying import check_engine, order_pool
 from agentserve.engines.plugin.options import PluginOptions
 from agentserve.engines.plugin.ordering import Ordering
-from agentserve.engines.plugin.supported import check_output, check_scheduler
+from agentserve.engines.plugin.supported import PluginUnsupported, check_output, check_scheduler
 
 
 class AgentserveScheduler(Scheduler):  # type: ignore[misc] # vLLM is not always there to be type-checked
@@ -31,6 +31,8 @@ class AgentserveScheduler(Scheduler):  # type: ignore[misc] # vLLM is not always
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         self._agentserve: Ordering | None = None
         options = PluginOptions.of_scheduler(vllm_config.additional_config)
+        if options.tier_bytes:
+            raise PluginUnsupported("a tier moves KV, which a connector does: let the plugin's connector carry it, or leave tier_bytes out")
         if options.policy != "off":
             check_engine(options)
             check_scheduler(Scheduler, vllm_config)
