@@ -26,6 +26,10 @@ _BACKING = 1.0
 _CAP_MARGIN = 1.03
 """Idle times that were capped end a little after the cap."""
 _STEP = math.log(10.0) / BINS_PER_DECADE
+_NEWS_SHARE = 1 / 32
+"""A class is fitted again when so much of what it rests on is new: while little is known, after each observation."""
+_DECAY_SHARE, _FADED_SHARE = 1 / 1000, 1 / 100
+"""Of a half-life: counts are decayed in steps of the first, and every class is fitted again after the second."""
 
 
 def edge_seconds(index: int) -> float:
@@ -160,13 +164,23 @@ class LifeTable:
 
 
 class ReturnModel:
-    """Learns when sessions of each class come back. Asking is O(1); the first question after an observation fits its class again.
+    """Learns when sessions of each class come back. Asking is O(1); now and then it fits a class again of which more has been seen.
 
     A class that was never seen and is not in the prior asks its parent (`root/tool:shell` → `root/tool` → `root/unknown`). A class of a
     tenant (`with_tenant`) leans on the same class of all tenants.
     """
 
-    __slots__ = ("_cap_seconds", "_fitted", "_parameters", "_prior", "_seen", "_seen_seconds", "_tenants")
+    __slots__ = (
+        "_cap_seconds",
+        "_fitted",
+        "_fitted_seconds",
+        "_num_observed",
+        "_parameters",
+        "_prior",
+        "_seen",
+        "_seen_seconds",
+        "_tenants",
+    )
 
     def __init__(
         self, parameters: ReturnParameters | None = None, prior: Mapping[str, tuple[Sequence[float], float]] = RETURN_PRIOR
@@ -178,7 +192,10 @@ class ReturnModel:
         self._prior = {name: LifeTable(self._capped(returned), never) for name, (returned, never) in prior.items()}
         self._seen: dict[str, LifeTable] = {}
         self._seen_seconds: dict[str, float] = {}
-        self._fitted: dict[str, LifeTable] = {}
+        self._num_observed = 0
+        self._fitted: dict[str, tuple[LifeTable, float]] = {}
+        """By class: its table, and the number of observations from which on that is stale."""
+        self._fitted_seconds = -math.inf
         self._tenants: dict[str, None] = {}
 
     def _capped(self, returned: Sequence[float]) -> list[float]:
@@ -228,11 +245,16 @@ class ReturnModel:
         tables = []
         for name in lineage(return_class):
             table = self._seen.setdefault(name, LifeTable())
-            table.scale(0.5 ** (max(now - self._seen_seconds.get(name, now), 0.0) / self._parameters.half_life_seconds))
-            self._seen_seconds[name] = now
+            half_lives = (now - self._seen_seconds.setdefault(name, now)) / self._parameters.half_life_seconds
+            if half_lives > _DECAY_SHARE:
+                table.scale(0.5**half_lives)
+                self._seen_seconds[name] = now
             tables.append(table)
-        # What leans on a class that has changed is stale too: its tenants' and its children.
-        self._fitted.clear()
+        # Of all classes together: what leans on a class that has changed is stale too, its tenants' and its children.
+        self._num_observed += 1
+        if now - self._fitted_seconds > _FADED_SHARE * self._parameters.half_life_seconds:
+            self._fitted.clear()
+            self._fitted_seconds = now
         return tables
 
     def _is_past_cap(self, idle_seconds: float) -> bool:
@@ -242,11 +264,12 @@ class ReturnModel:
         return seconds * self._parameters.time_scale
 
     def _table(self, return_class: str) -> LifeTable:
-        table = self._fitted.get(return_class)
-        if table is None:
-            table = self._counts(return_class)
-            table.fit()
-            self._fitted[return_class] = table
+        known = self._fitted.get(return_class)
+        if known is not None and self._num_observed < known[1]:
+            return known[0]
+        table = self._counts(return_class)
+        table.fit()
+        self._fitted[return_class] = (table, self._num_observed + max(table.total * _NEWS_SHARE, 1.0))
         return table
 
     def _counts(self, return_class: str) -> LifeTable:

@@ -69,6 +69,11 @@ class EngineSettings(Part):
         description="Eviction policy of the plugin in the engine, by name; off: plain vLLM. The embedded engine is started with it; "
         "a running one needs the plugin of its own start, and is sent hints unless this is off.",
     )
+    plugin_carrier: Literal["scheduler", "connector"] = Field(
+        "scheduler",
+        description="What brings the plugin into the embedded engine: a subclass of vLLM's scheduler, or a KV connector, which costs more; "
+        "with an exclusive tier always the connector, as it moves KV.",
+    )
     max_model_len: int = Field(131_072, ge=256, description="Context length of the embedded engine, tokens (cut to its KV capacity).")
     tensor_parallel: int = Field(
         1, ge=1, description="Tensor-parallel ranks of the embedded engine; two are real shards, and slower on a CPU."

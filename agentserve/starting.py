@@ -127,6 +127,7 @@ def make_engines(settings: Settings, progress: Callable[[str], None], tier: Lmca
             max_model_len=options.max_model_len,
             tensor_parallel=options.tensor_parallel,
             plugin=plugin_options(options.plugin, settings.offload.bytes if settings.offload.tier == "exclusive" else 0),
+            plugin_carrier=options.plugin_carrier,
             start_timeout_seconds=options.start_seconds,
             extra_args=tier.engine_args if tier is not None else (),
         ),

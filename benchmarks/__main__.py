@@ -56,6 +56,7 @@ def run(
     traces: Annotated[
         Path | None, Parameter(help="Recorded sessions (cache, capacity, simulator): a file or folder; else generated ones.")
     ] = None,
+    resume: Annotated[Path | None, Parameter(help="The --json of a run that was cut off, to go on from its arms (capacity).")] = None,
 ) -> int:
     """Run benchmark NAME."""
     benchmark = BENCHMARKS.get(name)
@@ -72,6 +73,8 @@ def run(
             traces=traces,
             seeds=seeds,
             blocks=blocks,
+            json=json,
+            resume=resume,
         )
         result = benchmark(asked)
     except (BadAnswer, CasesFailed, ContenderFailed, ValueError) as error:

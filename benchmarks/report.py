@@ -37,6 +37,10 @@ class Options:
     """A running server to measure, where the benchmark can; empty: it starts its own."""
     traces: Path | None = None
     """Recorded sessions, where the benchmark reads some; None: generated ones."""
+    json: Path | None = None
+    """Where the table will be written, for a benchmark that keeps there what it has while it runs."""
+    resume: Path | None = None
+    """An earlier run's `json`, to go on from what it kept (capacity)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,7 +131,7 @@ def extents_against_vllm(folder: Path) -> dict[str, int]:
         return {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        side = importlib.import_module("tests.vllm_scheduler")
+        side = importlib.import_module("benchmarks.vllm_scheduler")
         wrong = total = 0
         for options in vllm_rung.OPTIONS.values():
             for num_blocks, num_sessions, load in vllm_rung.CASES.values():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 from time import monotonic
 
 import numpy as np
@@ -16,7 +17,8 @@ from benchmarks.capacity.arms import ARMS
 from benchmarks.capacity.door import Door
 from benchmarks.capacity.drive import Measured, Sample
 from benchmarks.capacity.figures import faults, figures, jain
-from benchmarks.capacity.measure import Plan
+from benchmarks.capacity.kept import ArmRun, Kept, Outputs, Setting
+from benchmarks.capacity.measure import Plan, table_of
 from benchmarks.capacity.script import GAP_CAP_SECONDS, TIME_SCALE, Ceiling, lanes, prompt_ids, turns_of
 from benchmarks.report import Options
 from replays.generator import GeneratorSettings, generate_sessions
@@ -91,6 +93,38 @@ def test_a_plan_always_has_plain_vllm_and_no_unknown_arm() -> None:
     assert Plan.of(Options()).arms == tuple(ARMS)
     with pytest.raises(ValueError, match="no arm 'tier'"):
         Plan.of(Options(contenders=("tier",)))
+
+
+def test_a_run_that_was_cut_off_keeps_its_arms_and_goes_on(tmp_path: Path) -> None:
+    setting, first, second = Setting("generated", 2350, 180.0), tmp_path / "a.json.runs", tmp_path / "b.json.runs"
+    kept = Kept.begin(setting, first, None)
+    kept.add(ArmRun("plain", 0, Measured(10.0, [SAMPLE], num_preemptions=1.0)))
+    kept.add(ArmRun("plugin_said", 0, Measured(10.0, [replace(SAMPLE, num_cached_tokens=960)])))
+    kept.add(Outputs(engine="plain", outputs=[(1, 2)]))
+    with first.open("ab") as file:
+        file.write(b'{"type": "ArmRun", "arm": "pl')  # the process ended here
+    again = Kept.begin(setting, second, first)
+    assert again.runs == kept.runs
+    assert again.outputs == {"plain": [(1, 2)]}
+    assert again.has("plugin_said", 0)
+    assert not again.has("plain", 1)
+    assert Kept.begin(setting, second, second).runs == kept.runs
+    for other, there in ((Setting("generated", 2100, 180.0), first), (setting, tmp_path / "nothing")):
+        with pytest.raises(ValueError, match="--resume"):
+            Kept.begin(other, None, there)
+
+
+def test_a_table_of_some_arms_compares_the_seeds_that_both_have() -> None:
+    plan = Plan(("plain", "plugin_said", "plugin_inferred"), (0, 1), 2350, 180.0)
+    kept = Kept(Setting("generated", 2350, 180.0))
+    for seed, num_cached in ((0, 900), (1, 0)):
+        kept.add(ArmRun("plain", seed, Measured(10.0, [replace(SAMPLE, num_cached_tokens=num_cached)])))
+    kept.add(ArmRun("plugin_said", 0, Measured(10.0, [replace(SAMPLE, num_cached_tokens=945)])))
+    result = table_of(plan, kept)
+    assert result.columns == ("plain", "plugin_said")
+    assert result.figures["plugin_said_gap_closed_share"] == pytest.approx(0.75)
+    assert result.figures["is_valid"] == 0
+    assert any("plugin_inferred seed 1" in note for note in result.notes)
 
 
 async def _through_the_door() -> tuple[int, list[float]]:

@@ -166,12 +166,12 @@ class LateEvents:
 
 @pytest.fixture(scope="module")
 def vllm_side() -> Iterator[ModuleType]:
-    """`tests.vllm_scheduler`, which imports vLLM."""
+    """`benchmarks.vllm_scheduler`, which imports vLLM."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield importlib.import_module("tests.vllm_scheduler")
+        yield importlib.import_module("benchmarks.vllm_scheduler")
 
 
 @pytest.mark.engine

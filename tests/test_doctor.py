@@ -16,12 +16,14 @@ import msgspec
 import pytest
 
 from agentserve.doctor import host
-from agentserve.doctor.facts import EngineFacts, Facts
+from agentserve.doctor.facts import EngineFacts, Facts, ProcessFacts
 from agentserve.doctor.launch import as_json, find, options
 from agentserve.doctor.offload import quantile
+from agentserve.doctor.plugin import eviction_plugin
 from agentserve.doctor.read import Where, read
 from agentserve.doctor.table import DOCTOR_CHECKS, examine, is_healthy
 from agentserve.doctor.verdict import State
+from agentserve.engines.plugin.options import PluginOptions, scheduler_args
 from agentserve.engines.vllm_command import EmbeddedOptions
 from agentserve.errors import SetupError
 from benchmarks.doctor_plants import PLANTS, Plant, doctor_score, healthy
@@ -257,3 +259,15 @@ def test_plants_in_a_real_engine_are_found() -> None:
     with real_engine(EmbeddedOptions(CACHE_FOLDER, kv_tokens=8192, extra_args=wrong)) as running:
         _, checks = doctor("--url", "http://127.0.0.1:9", "--engine-url", running.url)
     assert found(checks) == {"prefix_caching", "events", "token_details", "token_route"}
+
+
+def test_the_plugin_is_seen_whichever_carries_it() -> None:
+    lazy = {"kv_connector": "LMCacheMPConnector", "kv_connector_extra_config": {"lmcache.mp.lazy_offload": True}}
+
+    def state(lookahead: int) -> State:
+        words = (*scheduler_args(PluginOptions(lookahead_blocks=lookahead)), "--kv-transfer-config", msgspec.json.encode(lazy).decode())
+        engine = EngineFacts("http://127.0.0.1:1", process=ProcessFacts(1, words))
+        return eviction_plugin(Facts([engine])).state
+
+    assert state(0) is State.FOUND
+    assert state(512) is State.FINE

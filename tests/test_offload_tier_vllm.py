@@ -22,7 +22,7 @@ from agentserve.engines.plugin.wire import SessionHint
 from tests.test_plugin_vllm import BLOCK_SIZE, EVICTING, PLAIN, _some_hint, _some_turn, ordering, replayed, transfer, workload
 
 if TYPE_CHECKING:
-    from tests.vllm_scheduler import VllmReplay
+    from benchmarks.vllm_scheduler import VllmReplay
 
 pytestmark = pytest.mark.engine
 
@@ -33,12 +33,12 @@ PREEMPTING: dict[str, Any] = {"num_sessions": 9, "seed": 4, "output_factor": 60,
 
 @pytest.fixture(scope="module")
 def vllm_side() -> Iterator[ModuleType]:
-    """`tests.vllm_scheduler`, which imports vLLM, with warnings of its own that are not ours to mend."""
+    """`benchmarks.vllm_scheduler`, which imports vLLM, with warnings of its own that are not ours to mend."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield importlib.import_module("tests.vllm_scheduler")
+        yield importlib.import_module("benchmarks.vllm_scheduler")
 
 
 class Workers:

@@ -14,8 +14,8 @@ from admission.returns import ReturnModel
 from agentserve.engines.hints import NoHints, PluginHints, SessionHint, TurnHints, engine_hints
 from agentserve.engines.plugin.forest import Forest
 from agentserve.engines.plugin.nodes import Branch, Session
-from agentserve.engines.plugin.options import MODULE, POLICY_NAMES, PluginOptions, transfer_config
-from agentserve.engines.plugin.supported import PluginUnsupported, check_queue, check_version
+from agentserve.engines.plugin.options import MODULE, POLICY_NAMES, PluginOptions, scheduler_args, transfer_config
+from agentserve.engines.plugin.supported import PluginUnsupported, check_output, check_queue, check_scheduler, check_version
 from agentserve.engines.plugin.wire import XARG, BadHint, read_batch, read_turn, xargs
 
 
@@ -176,6 +176,50 @@ def test_the_configuration_for_vllm_reads_back() -> None:
     config = msgspec.json.decode(transfer_config(PluginOptions("ttl", {"queue_seconds": 2.0})))
     assert config["kv_connector_module_path"] == MODULE
     assert PluginOptions.read(config["kv_connector_extra_config"]) == PluginOptions("ttl", {"queue_seconds": 2.0})
+
+
+def test_for_the_scheduler_it_stands_in_a_section_of_its_own() -> None:
+    asked = PluginOptions("ttl", {"queue_seconds": 2.0}, lookahead_blocks=3)
+    words = scheduler_args(asked)
+    additional = msgspec.json.decode(words[words.index("--additional-config") + 1])
+    assert PluginOptions.of_scheduler({"another": 1, **additional}) == asked
+    assert PluginOptions.of_scheduler(None) == PluginOptions()
+    for section in ({"polcy": "lru"}, "lru"):
+        with pytest.raises(PluginUnsupported, match=r"additional_config"):
+            PluginOptions.of_scheduler({"agentserve": section})
+
+
+def test_a_scheduler_that_is_not_as_known_is_refused() -> None:
+    class Known:
+        def add_request(self, request: object) -> None: ...
+        def schedule(self, throttle_prefills: bool = False) -> None: ...
+        def _free_request(self, request: object, delay_free_blocks: bool = False) -> None: ...
+
+    class Renamed(Known):
+        def schedule(self, budget: int) -> None: ...  # type: ignore[override] # what it is refused for
+
+    @dataclass
+    class Output:
+        scheduled_new_reqs: list[object]
+        scheduled_cached_reqs: object
+        preempted_req_ids: set[str]
+
+    @dataclass
+    class Cached:
+        resumed_req_ids: set[str]
+
+    @dataclass
+    class New:
+        req_id: str
+
+    check_scheduler(Known, None)
+    check_output(Output, New, Cached)
+    with pytest.raises(PluginUnsupported, match="schedule does not take"):
+        check_scheduler(Renamed, None)
+    with pytest.raises(PluginUnsupported, match="has no add_request"):
+        check_scheduler(object, None)
+    with pytest.raises(PluginUnsupported, match="Known has no resumed_req_ids"):
+        check_output(Output, New, Known)
 
 
 def test_beside_another_connector_it_stands_in_front_of_it() -> None:

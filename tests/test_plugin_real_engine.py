@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -167,12 +168,20 @@ async def test_an_engine_without_the_plugin_says_so(small_engine: RealEngine) ->
 
 
 def test_the_embedded_engine_is_started_with_the_plugin_only_where_asked(tmp_path: Path, model_folder: Path) -> None:
-    def command(policy: str) -> str:
-        options = EmbeddedOptions(tmp_path, plugin=plugin_options(policy))
-        return " ".join(vllm_command(model_folder, 1, options, events_endpoint="ipc://a", replay_endpoint="ipc://b"))
+    other = ("--kv-transfer-config", '{"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both"}')
+
+    def command(policy: str, **options: Any) -> str:
+        made = EmbeddedOptions(tmp_path, plugin=plugin_options(policy), **options)
+        return " ".join(vllm_command(model_folder, 1, made, events_endpoint="ipc://a", replay_endpoint="ipc://b"))
 
     assert "kv-transfer-config" not in command("off")
-    assert "AgentserveConnector" in command("lru")
+    assert "scheduler-cls" not in command("off")
+    assert "AgentserveConnector" in command("lru", plugin_carrier="connector")
+    assert "MultiConnector" in command("lru", plugin_carrier="connector", extra_args=other)
+    scheduled = command("lru", extra_args=other)
+    assert "AgentserveScheduler" in scheduled
+    assert " ".join(other) in scheduled
+    assert "MultiConnector" not in scheduled
     assert "VLLM_PLUGINS=agentserve " in command("lru")
     with pytest.raises(SetupError, match="class_hazard"):
         plugin_options("dead_last")

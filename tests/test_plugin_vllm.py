@@ -17,7 +17,7 @@ import pytest
 
 from admission.eviction.policy import Fate
 from agentserve.engines.plugin import control
-from agentserve.engines.plugin.options import PluginOptions, transfer_config
+from agentserve.engines.plugin.options import SCHEDULER, SECTION, PluginOptions, transfer_config
 from agentserve.engines.plugin.supported import PluginUnsupported
 from agentserve.engines.plugin.wire import PluginState, SessionHint, TurnHints, read_state, xargs
 from replays.simulator.options import EngineOptions
@@ -25,7 +25,7 @@ from tests.simulated_requests import TimedRequest, timed_requests
 
 if TYPE_CHECKING:
     from agentserve.engines.plugin.ordering import Ordering
-    from tests.vllm_scheduler import VllmReplay
+    from benchmarks.vllm_scheduler import VllmReplay
 
 pytestmark = pytest.mark.engine
 
@@ -38,17 +38,22 @@ EVICTING: dict[str, Any] = {"num_sessions": 20, "seed": 3}
 
 @pytest.fixture(scope="module")
 def vllm_side() -> Iterator[ModuleType]:
-    """`tests.vllm_scheduler`, which imports vLLM, with warnings of its own that are not ours to mend."""
+    """`benchmarks.vllm_scheduler`, which imports vLLM, with warnings of its own that are not ours to mend."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield importlib.import_module("tests.vllm_scheduler")
+        yield importlib.import_module("benchmarks.vllm_scheduler")
 
 
 def transfer(**extra: Any) -> dict[str, Any]:
     config: dict[str, Any] = msgspec.json.decode(transfer_config(PluginOptions()))
     return config | {"kv_connector_extra_config": extra}
+
+
+def by_scheduler(**extra: Any) -> dict[str, Any]:
+    """What `make_scheduler` is told for the plugin in vLLM's scheduler."""
+    return {"scheduler_cls": SCHEDULER, "additional": {SECTION: extra}}
 
 
 def workload(**settings: Any) -> list[TimedRequest]:
@@ -98,18 +103,19 @@ def test_in_lru_order_every_request_fares_as_without_the_plugin(
 ) -> None:
     requests = workload(**settings)
     plain = replayed(vllm_side.VllmReplay(options, vllm_side.make_scheduler(options, tmp_path)), requests)
-    ordered = transfer(policy="lru", protected_requests=0, lookahead_blocks=lookahead)
-    ours = vllm_side.VllmReplay(options, vllm_side.make_scheduler(options, tmp_path, ordered))
+    assert sum(plain.preemptions.values()) > 0 or settings is EVICTING
+    ordered: dict[str, Any] = {"policy": "lru", "protected_requests": 0, "lookahead_blocks": lookahead}
 
     def check(now: int) -> None:
         if now % 23 == 0:
             ordering().check_integrity()
 
-    replayed(ours, requests, each_step=check)
-    assert ordering().state().is_ordering
-    assert ordering().state().num_evicted_live_blocks > 100
-    assert outcome(ours) == outcome(plain)
-    assert sum(plain.preemptions.values()) > 0 or settings is EVICTING
+    for carrier in ({"transfer": transfer(**ordered)}, by_scheduler(**ordered)):
+        ours = vllm_side.VllmReplay(options, vllm_side.make_scheduler(options, tmp_path, **carrier))
+        replayed(ours, requests, each_step=check)
+        assert ordering().state().is_ordering
+        assert ordering().state().num_evicted_live_blocks > 100
+        assert outcome(ours) == outcome(plain)
 
 
 def _some_hint(rng: random.Random) -> SessionHint:
@@ -130,6 +136,45 @@ def _some_turn(rng: random.Random, request: TimedRequest) -> dict[str, Any]:
     fate = rng.choice((Fate.LIVE, Fate.LIVE, Fate.LIVE, Fate.ENDED, Fate.ONE_SHOT))
     hints = TurnHints(branch_id=rng.choice((None, "0", "1")), fate=fate, echoes=rng.random() < 0.5, others=(_some_hint(rng),))
     return {"agentserve": "no JSON"} if request.number % 10 == 0 else dict(xargs(hints))
+
+
+@pytest.mark.parametrize(("settings", "options"), [(EVICTING, EAGLE), (PREEMPTING, PLAIN)], ids=["evicting-eagle", "preempting"])
+def test_both_carriers_evict_the_same_request_by_request(
+    settings: dict[str, Any], options: EngineOptions, vllm_side: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = workload(**settings)
+    steps = [0]
+    monkeypatch.setattr("agentserve.engines.plugin.carrying.monotonic", lambda: steps[0] / 10)
+
+    def fared(**carrier: Any) -> tuple[Any, PluginState]:
+        rng = random.Random(5)
+        replay = vllm_side.VllmReplay(options, vllm_side.make_scheduler(options, tmp_path, **carrier))
+
+        def hint(now: int) -> None:
+            steps[0] = now
+            if now % 5 == 0:
+                assert control.handle(msgspec.json.encode({"hints": [_some_hint(rng)]}).decode())["status"] == 200
+
+        replayed(replay, requests, each_step=hint, xargs_of=lambda request: _some_turn(rng, request))
+        ordering().check_integrity()
+        return outcome(replay), ordering().state()
+
+    outcome_of_one, state_of_one = fared(transfer=transfer(policy="class_hazard"))
+    outcome_of_other, state_of_other = fared(**by_scheduler(policy="class_hazard"))
+    assert outcome_of_other == outcome_of_one
+    assert state_of_other == state_of_one
+    assert state_of_one.is_ordering
+    assert min(state_of_one.num_evicted_dead_blocks, state_of_one.num_evicted_live_blocks) > 50
+
+
+def test_the_scheduler_that_runs_ahead_carries_it_too(vllm_side: ModuleType, tmp_path: Path) -> None:
+    ahead = vllm_side.make_scheduler(PLAIN, tmp_path, schedules_ahead=True, **by_scheduler(policy="lru", protected_requests=0))
+    stock = vllm_side.make_scheduler(PLAIN, tmp_path, schedules_ahead=True)
+    assert isinstance(ahead, type(stock))
+    requests = workload(**EVICTING)
+    ours, plain = (replayed(vllm_side.VllmReplay(PLAIN, scheduler), requests) for scheduler in (ahead, stock))
+    assert outcome(ours) == outcome(plain)
+    assert ordering().state().num_evicted_live_blocks > 50
 
 
 @pytest.mark.parametrize("policy", ["class_hazard", "priority"])
@@ -187,9 +232,15 @@ def test_a_fault_turns_the_order_off_and_every_request_still_ends(
 def test_off_touches_nothing_and_nonsense_is_refused(vllm_side: ModuleType, tmp_path: Path) -> None:
     off = vllm_side.make_scheduler(PLAIN, tmp_path, transfer(policy="off"))
     assert type(off.kv_cache_manager.block_pool.free_block_queue).__name__ == "FreeKVCacheBlockQueue"
+    also_off = vllm_side.make_scheduler(PLAIN, tmp_path, **by_scheduler(policy="off"))
+    assert type(also_off.kv_cache_manager.block_pool.free_block_queue).__name__ == "FreeKVCacheBlockQueue"
     for extra in ({"policy": "dead_last"}, {"policy": "class_hazard", "parameters": {"horizon": 1}}):
         with pytest.raises(PluginUnsupported):
             vllm_side.make_scheduler(PLAIN, tmp_path, transfer(**extra))
+        with pytest.raises(PluginUnsupported):
+            vllm_side.make_scheduler(PLAIN, tmp_path, **by_scheduler(**extra))
+    with pytest.raises(PluginUnsupported, match="not both"):
+        vllm_side.make_scheduler(PLAIN, tmp_path, transfer(), **by_scheduler())
 
 
 def _turn(replay: VllmReplay, number: int, session: str, tokens: list[int], **hints: Any) -> int:

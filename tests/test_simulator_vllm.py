@@ -22,7 +22,7 @@ from replays.simulator.pool import BlockPool, Use
 from tests.simulated_requests import TimedRequest, timed_requests
 
 if TYPE_CHECKING:
-    from tests.vllm_scheduler import VllmReplay
+    from benchmarks.vllm_scheduler import VllmReplay
 
 pytestmark = pytest.mark.engine
 
@@ -33,12 +33,12 @@ EAGLE = replace(PLAIN, num_speculative_tokens=3, acceptance_length=2.78, drops_l
 
 @pytest.fixture(scope="module")
 def vllm_side() -> Iterator[ModuleType]:
-    """`tests.vllm_scheduler`, which imports vLLM: half a minute, and warnings of its own that are not ours to mend."""
+    """`benchmarks.vllm_scheduler`, which imports vLLM: half a minute, and warnings of its own that are not ours to mend."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield importlib.import_module("tests.vllm_scheduler")
+        yield importlib.import_module("benchmarks.vllm_scheduler")
 
 
 class SimulatedReplay:

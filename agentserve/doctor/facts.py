@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentserve.doctor.launch import as_json, find, options
-from agentserve.engines.plugin.options import CONNECTOR
+from agentserve.engines.plugin.options import CONNECTOR, SCHEDULER, SECTION
 from agentserve.engines.prometheus import samples
 
 
@@ -88,8 +88,11 @@ class EngineFacts:
 
     @property
     def eviction_plugin(self) -> dict[str, Any] | None:
-        """The connector that carries the eviction plugin; None if there is none, or nobody says."""
-        return next((one for one in self._configured or () if one["kv_connector"] == CONNECTOR), None)
+        """The eviction plugin's options, whichever carries it; None if it is not there, or nobody says."""
+        if (self.told("scheduler-cls", "") or "").lower() == SCHEDULER.lower():
+            return (self.told_json("additional-config") or {}).get(SECTION) or {}
+        ours = next((one for one in self._configured or () if one["kv_connector"] == CONNECTOR), None)
+        return None if ours is None else ours.get("kv_connector_extra_config") or {}
 
     @property
     def _configured(self) -> list[dict[str, Any]] | None:

@@ -22,15 +22,15 @@ def eviction_plugin(facts: Facts) -> Verdict:
     if ours is None:
         return apart("the engine evicts in plain LRU order, without the plugin")
     try:
-        options = PluginOptions.read(ours.get("kv_connector_extra_config") or {})
+        options = PluginOptions.read(ours, "the plugin")
     except PluginUnsupported as error:
-        return found(f"the plugin refuses its options: {error}", "correct kv_connector_extra_config")
+        return found(f"the plugin refuses its options: {error}", "correct them where vLLM was given them")
     if options.policy == "off":
         return apart("the plugin is there, and off")
     if any(_is_lazy(one) for one in connectors) and not options.lookahead_blocks:
         return found(
             "a connector offloads what vLLM's list shows to be evicted next, and the plugin shows nothing there",
-            '"lookahead_blocks": 512 in the plugin\'s kv_connector_extra_config',
+            '"lookahead_blocks": 512 among the plugin\'s options',
         )
     return fine(f"the plugin orders by {options.policy}")
 

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
-from agentserve.engines.plugin.options import PluginOptions, transfer_config
+from agentserve.engines.plugin.options import PluginOptions, scheduler_args, transfer_config
 from agentserve.engines.plugin.supported import PluginUnsupported
 from agentserve.errors import SetupError
 from model.nano import make_nano
@@ -66,6 +66,8 @@ class EmbeddedOptions:
     start_timeout_seconds: float = 300.0
     plugin: PluginOptions | None = None
     """Agentserve's plugin inside vLLM; None: vLLM without it."""
+    plugin_carrier: Literal["scheduler", "connector"] = "scheduler"
+    """What brings it to vLLM's block pool; a tier of its own needs the connector, and gets it."""
     extra_args: tuple[str, ...] = ()
     """Appended to vLLM's command line, so they win over what stands there."""
 
@@ -207,9 +209,11 @@ def _index_reuse(options: EmbeddedOptions) -> list[str]:
 
 
 def _extra_args(options: EmbeddedOptions) -> tuple[str, ...]:
-    """Those asked for, with the plugin in front of the KV connector that they may name."""
+    """Those asked for, and the plugin: a connector of its own stands in front of the one that they may name."""
     if options.plugin is None:
         return options.extra_args
+    if options.plugin_carrier == "scheduler" and not options.plugin.tier_bytes:
+        return (*scheduler_args(options.plugin), *options.extra_args)
     if _TRANSFER not in options.extra_args:
         return (_TRANSFER, transfer_config(options.plugin), *options.extra_args)
     place = options.extra_args.index(_TRANSFER) + 1

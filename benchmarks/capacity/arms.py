@@ -35,6 +35,9 @@ class EngineKind:
     """Of the plugin; None: plain vLLM."""
     tier_share: float
 
+    def __str__(self) -> str:
+        return f"{self.policy or 'plain'}, tier {self.tier_share:g}"
+
 
 def _working_set(alpha: float) -> dict[str, float]:
     """The defaults at this benchmark's scale of time and tokens."""

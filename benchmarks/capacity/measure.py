@@ -25,12 +25,13 @@ from agentserve.engines.plugin.options import PluginOptions
 from agentserve.engines.vllm import VllmEngine
 from agentserve.engines.vllm_command import EmbeddedOptions, kv_bytes_per_token
 from benchmarks.capacity.arms import ARMS, HAZARD_PARAMETERS, QUICK_ARMS, EngineKind
-from benchmarks.capacity.drive import Measured, Run
+from benchmarks.capacity.drive import Run
 from benchmarks.capacity.figures import ArmFigures, faults, figures
+from benchmarks.capacity.kept import ArmRun, Kept, Outputs, Overhead, PluginError, Setting, runs_path
 from benchmarks.capacity.same_outputs import greedy_outputs
 from benchmarks.capacity.script import GAP_CAP_SECONDS, TIME_SCALE, Play, lanes, scripts
 from benchmarks.capacity.step_overhead import step_overhead
-from benchmarks.report import Options, Result, Row
+from benchmarks.report import Options, Result, Row, write_json
 from model.nano import make_nano
 
 NUM_LANES = 42
@@ -85,53 +86,76 @@ def _engine_options(cache_folder: Path, num_blocks: int, kind: EngineKind) -> Em
 
 
 class _Site:
-    """Engines that come and go on one event loop, and the runs against them."""
+    """Engines that come and go on one event loop, and the runs against them; what `kept` has already is not run again."""
 
-    def __init__(self, plan: Plan, made: Sequence[Sequence[Sequence[Play]]], folder: Path, progress: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        made: Mapping[int, Sequence[Sequence[Play]]],
+        folder: Path,
+        kept: Kept,
+        progress: Callable[[str], None],
+        on_run: Callable[[], None],
+    ) -> None:
         self._plan = plan
         self._lanes = made
         self._folder = folder
+        self._kept = kept
         self._progress = progress
-        self.measured: dict[str, list[Measured]] = {name: [] for name in plan.arms}
-        self.outputs: dict[EngineKind, list[tuple[int, ...]]] = {}
-        self.plugin_errors: list[str] = []
+        self._on_run = on_run
 
     async def run(self) -> None:
-        for place, seed in enumerate(self._plan.seeds):
-            for kind in dict.fromkeys(ARMS[name].engine for name in self._plan.arms):
-                names = [name for name in self._plan.arms if ARMS[name].engine == kind]
-                await self._engine(names, seed, self._lanes[place], kind)
+        """One engine without the plugin serves all seeds: its emptied cache is all that it remembers. The plugin learns, so that each
+        seed begins with engines of its own."""
+        kinds = dict.fromkeys(ARMS[name].engine for name in self._plan.arms)
+        for kind in kinds:
+            if kind.policy is None:
+                await self._engine(self._missing(self._plan.seeds, kind), kind)
+        for seed in self._plan.seeds:
+            for kind in kinds:
+                if kind.policy is not None:
+                    await self._engine(self._missing((seed,), kind), kind)
 
-    async def _engine(self, names: Sequence[str], seed: int, own: Sequence[Sequence[Play]], kind: EngineKind) -> None:
+    def _missing(self, seeds: Sequence[int], kind: EngineKind) -> list[tuple[str, int]]:
+        arms = [name for name in self._plan.arms if ARMS[name].engine == kind]
+        return [(name, seed) for seed in seeds for name in arms if not self._kept.has(name, seed)]
+
+    async def _engine(self, runs: Sequence[tuple[str, int]], kind: EngineKind) -> None:
+        if not runs and str(kind) in self._kept.outputs:
+            return
         embedded = EmbeddedEngine(_engine_options(self._folder, self._plan.num_blocks, kind), progress=self._progress)
         await embedded.start()
         engine = VllmEngine(embedded.url)
         hints: EngineHints = PluginHints(embedded.url) if kind.policy is not None else NoHints()
+        capacity_tokens = self._plan.num_blocks * BLOCK_SIZE
         try:
             await engine.start()
             await hints.start()
-            for name in names:
+            for name, seed in runs:
                 self._progress(f"{name}, seed {seed}: {WARM_SECONDS + self._plan.seconds:.0f} s")
-                run = Run(ARMS[name], engine, hints, f"{name}-{seed}", BLOCK_SIZE, self._plan.num_blocks * BLOCK_SIZE)
-                self.measured[name].append(await run.play(own, WARM_SECONDS, self._plan.seconds, seed))
+                run = Run(ARMS[name], engine, hints, f"{name}-{seed}", BLOCK_SIZE, capacity_tokens)
+                measured = await run.play(self._lanes[seed], WARM_SECONDS, self._plan.seconds, seed)
                 await _emptied(embedded.url)
-            if kind not in self.outputs:
-                self.outputs[kind] = await greedy_outputs(engine, hints, self._plan.num_blocks * BLOCK_SIZE)
-            state = await hints.state()
-            if kind.policy is not None:
-                self._check(kind, state)
+                self._check(kind, await hints.state())
+                self._kept.add(ArmRun(name, seed, measured))
+                self._on_run()
+            if str(kind) not in self._kept.outputs:
+                self._kept.add(Outputs(str(kind), await greedy_outputs(engine, hints, capacity_tokens)))
+                self._check(kind, await hints.state())
         finally:
             await hints.close()
             await engine.close()
             await embedded.close()
 
     def _check(self, kind: EngineKind, state: PluginState | None) -> None:
+        if kind.policy is None:
+            return
         if state is None:
-            self.plugin_errors.append("the plugin does not say that it orders")
+            self._kept.add(PluginError("the plugin does not say that it orders"))
         elif not state.is_ordering:
-            self.plugin_errors.append(state.off_because)
+            self._kept.add(PluginError(state.off_because))
         elif kind.tier_share and state.tier_off_because:
-            self.plugin_errors.append(state.tier_off_because)
+            self._kept.add(PluginError(state.tier_off_because))
 
 
 async def _emptied(url: str) -> None:
@@ -153,39 +177,54 @@ def _model(cache_folder: Path) -> Iterator[Path]:
 
 
 def measure(options: Options) -> Result:
-    """All arms, seed by seed."""
+    """All arms, seed by seed. What has been measured is kept beside `options.json` after each."""
     plan = Plan.of(options)
     console = Console(stderr=True)
+    traces = "generated" if options.traces is None else options.traces.name
+    path, resumed = (None if table is None else runs_path(table) for table in (options.json, options.resume))
+    kept = Kept.begin(Setting(traces, plan.num_blocks, plan.seconds), path, resumed)
     made = scripts(options.traces)
-    own = [lanes(made, NUM_LANES, seed) for seed in plan.seeds]
+    own = {seed: lanes(made, NUM_LANES, seed) for seed in plan.seeds}
+
+    def write_table() -> None:
+        if options.json is not None and "plain" in kept.runs:
+            write_json(table_of(plan, kept), options.json)
+
     with _model(options.cache_folder) as folder:
-        site = _Site(plan, own, folder, lambda text: console.print(text, markup=False, highlight=False))
+        site = _Site(plan, own, folder, kept, lambda text: console.print(text, markup=False, highlight=False), write_table)
         asyncio.run(site.run())
-    overhead = step_overhead(quick=options.quick, progress=console.print)
-    return _result(options, plan, site, overhead)
+    if not kept.overhead:
+        kept.add(Overhead(step_overhead(quick=options.quick, progress=console.print)))
+    return table_of(plan, kept)
 
 
-def _result(options: Options, plan: Plan, site: _Site, overhead: tuple[float, float]) -> Result:
-    plain = site.measured["plain"]
-    by_arm = {name: figures(runs, None if name == "plain" else plain) for name, runs in site.measured.items()}
-    first, *others = site.outputs.values()
-    identical = None if not others else all(other == first for other in others)
+def table_of(plan: Plan, kept: Kept) -> Result:
+    """Of the arms that were measured so far, each beside plain vLLM on the same seeds."""
+    by_arm: dict[str, ArmFigures] = {}
+    for name in plan.arms:
+        runs = {seed: run for seed, run in kept.runs.get(name, {}).items() if seed in plan.seeds and kept.has("plain", seed)}
+        if runs:
+            plain = None if name == "plain" else [kept.runs["plain"][seed] for seed in runs]
+            by_arm[name] = figures(list(runs.values()), plain)
+    answers = list(kept.outputs.values())
+    identical = None if len(answers) < 2 else all(other == answers[0] for other in answers)
     found = faults(by_arm["plain"])
-    traces = "generated sessions" if options.traces is None else f"sessions of {options.traces.name}, the held-back half"
+    traces = "generated sessions" if kept.setting.traces == "generated" else f"sessions of {kept.setting.traces}, the held-back half"
+    missing = [f"{name} seed {seed}" for name in plan.arms for seed in plan.seeds if not kept.has(name, seed)]
     notes = [
         f"{NUM_LANES} lanes, {traces}; seeds {', '.join(map(str, plan.seeds))}; {plan.num_blocks} blocks of {BLOCK_SIZE} tokens; "
         f"{plan.seconds:.0f} s measured after {WARM_SECONDS:.0f} s; load average {os.getloadavg()[1]:.1f} over five minutes.",
         "The run counts." if not found else f"The run does not count: {'; '.join(found)}.",
-        *(f"plugin: {error}" for error in site.plugin_errors),
+        *([f"Cut off; not measured: {', '.join(missing)}."] if missing else []),
+        *(f"plugin: {error}" for error in kept.plugin_errors),
         *(f"{name}: an exclusive tier of {ARMS[name].tier_share:.0%} of the blocks." for name in by_arm if ARMS[name].tier_share),
     ]
     flat: dict[str, float | None] = {f"{arm}_{name}": value for arm, one in by_arm.items() for name, value in _values(one).items()}
     top = {
         "leaked_tickets": float(sum(one.leaked_tickets for one in by_arm.values())),
-        "plugin_step_overhead_share": overhead[0],
-        "carrier_step_overhead_share": overhead[1],
+        **kept.overhead,
         "outputs_identical": None if identical is None else float(identical),
-        "is_valid": float(not found),
+        "is_valid": float(not found and not missing),
     }
     rows = tuple(Row(name, {arm: _values(one)[name] for arm, one in by_arm.items()}) for name in _COLUMNS)
     return Result(

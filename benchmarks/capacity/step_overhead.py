@@ -1,17 +1,21 @@
 """What the plugin adds to a step of vLLM's scheduler: its own Scheduler, KV cache manager and block pool on the CPU, without a model.
 
-One scheduler with the plugin, one with its connector switched off and one without either run the same turns in alternating rounds. Other
-work on the machine makes some rounds dearer and none cheaper, so the CPU time of each one's cheapest quarter is compared.
+Schedulers without it, with it by either carrier, and with its connector switched off run the same turns in alternating rounds, each in a
+process of its own as engines do (Python adapts a process's code to the classes that it meets). Other work on the machine makes some rounds
+dearer and none cheaper, so the CPU time of each one's cheapest quarter is compared.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
+import multiprocessing
 import random
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import mean
 from time import thread_time
@@ -19,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from agentserve.engines.plugin.options import PluginOptions, transfer_config
+from agentserve.engines.plugin.options import SCHEDULER, PluginOptions, transfer_config
 from agentserve.engines.plugin.wire import TurnHints, xargs
 from replays.simulator.options import EngineOptions
 
@@ -29,16 +33,25 @@ NUM_OUTPUT_TOKENS = 218
 """The median of recorded agent turns."""
 _CONTEXT_BLOCKS = (100, 130)
 _ROUNDS, _QUICK_ROUNDS = 40, 16
+_SIDE = "benchmarks.vllm_scheduler"
+_FORK = multiprocessing.get_context("fork")
+
+_ARMS: dict[str, Mapping[str, Any]] = {
+    "": {},
+    "plugin": {"scheduler_cls": SCHEDULER},
+    "connector": {"transfer": msgspec.json.decode(transfer_config(PluginOptions()))},
+    "carrier": {"transfer": msgspec.json.decode(transfer_config(PluginOptions("off")))},
+}
+"""How `make_scheduler` is told of the plugin: not at all, in the scheduler, in a connector, and the connector alone."""
 
 
 class _Arm:
     """One scheduler and its sessions, each of which waits, takes a turn that is two blocks longer, and starts anew at the most."""
 
-    def __init__(self, vllm_side: Any, folder: Path, options: PluginOptions | None) -> None:
+    def __init__(self, vllm_side: Any, folder: Path, carrier: Mapping[str, Any]) -> None:
         engine = EngineOptions(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_num_batched_tokens=8192, max_num_seqs=NUM_RUNNING)
-        transfer = None if options is None else msgspec.json.decode(transfer_config(options))
-        self._replay = vllm_side.VllmReplay(engine, vllm_side.make_scheduler(engine, folder, transfer))
-        self._xargs = None if options is None else xargs(TurnHints(branch_id="", return_class="root/tool:steady"))
+        self._replay = vllm_side.VllmReplay(engine, vllm_side.make_scheduler(engine, folder, **carrier))
+        self._xargs = None if not carrier else xargs(TurnHints(branch_id="", return_class="root/tool:steady"))
         self._rng = random.Random(1)
         self._prompts = {session: self._fresh(session) for session in range(NUM_SESSIONS)}
         self._idle = list(range(NUM_SESSIONS))
@@ -72,22 +85,47 @@ class _Arm:
         return [salt * 100_000 + at for at in range(_CONTEXT_BLOCKS[0] * BLOCK_SIZE)]
 
 
-def step_overhead(*, quick: bool, progress: Callable[[str], None]) -> tuple[float, float]:
-    """The share by which a step's CPU time rises with the plugin, and with its carrier alone (vLLM's own work for any connector)."""
+def step_overhead(*, quick: bool, progress: Callable[[str], None]) -> dict[str, float]:
+    """The share by which a step's CPU time rises: plugin, with it in the scheduler; connector, with it in a KV connector; carrier, with
+    that connector alone (vLLM's own work for any). By figure."""
     progress("scheduler steps with and without the plugin")
-    with warnings.catch_warnings(), tempfile.TemporaryDirectory(prefix="agentserve-capacity-") as name:
-        warnings.simplefilter("ignore")
-        vllm_side = importlib.import_module("tests.vllm_scheduler")
-        arms = [_Arm(vllm_side, Path(name), options) for options in (None, PluginOptions(), PluginOptions("off"))]
-        for arm in arms:  # until the pool is full
-            for _ in range(NUM_OUTPUT_TOKENS * (NUM_SESSIONS // NUM_RUNNING + 8)):
-                arm.step()
-        gc.collect()
-        gc.freeze()
-        rounds: list[list[float]] = [[] for _ in arms]
+    importlib.import_module(_SIDE)  # once for all: it takes most of a minute
+    with tempfile.TemporaryDirectory(prefix="agentserve-capacity-") as name, ExitStack() as stack:
+        ends = [stack.enter_context(_process(Path(name) / f"{number}", carrier)) for number, carrier in enumerate(_ARMS.values())]
+        rounds: list[list[float]] = [[] for _ in ends]
         for number in range(_QUICK_ROUNDS if quick else _ROUNDS):
-            for which in range(len(arms)) if number % 2 else reversed(range(len(arms))):
-                rounds[which].append(sum(arms[which].step() for _ in range(NUM_OUTPUT_TOKENS)))
-        gc.unfreeze()
-    plain, ordered, carried = (mean(sorted(own)[: len(own) // 4]) for own in rounds)
-    return ordered / plain - 1, carried / plain - 1
+            for which in range(len(ends)) if number % 2 else reversed(range(len(ends))):
+                ends[which].send(True)
+                rounds[which].append(ends[which].recv())
+    seconds = dict(zip(_ARMS, (mean(sorted(own)[: len(own) // 4]) for own in rounds), strict=True))
+    return {f"{name}_step_overhead_share": own / seconds[""] - 1 for name, own in seconds.items() if name}
+
+
+@contextmanager
+def _process(folder: Path, carrier: Mapping[str, Any]) -> Iterator[Connection]:
+    """An arm whose pool is full; True asks for a round, whose CPU seconds come back."""
+    folder.mkdir()
+    ours, theirs = _FORK.Pipe()
+    process = _FORK.Process(target=_serve, args=(ours, theirs, folder, carrier), daemon=True)
+    process.start()
+    try:
+        theirs.close()
+        ours.recv()
+        yield ours
+    finally:
+        ours.close()
+        process.join()
+
+
+def _serve(other: Connection, end: Connection, folder: Path, carrier: Mapping[str, Any]) -> None:
+    other.close()  # or this process would never see it closed
+    warnings.simplefilter("ignore")  # vLLM's own
+    arm = _Arm(importlib.import_module(_SIDE), folder, carrier)
+    for _ in range(NUM_OUTPUT_TOKENS * (NUM_SESSIONS // NUM_RUNNING + 8)):  # until the pool is full
+        arm.step()
+    gc.collect()
+    gc.freeze()
+    end.send(0.0)
+    with suppress(EOFError):
+        while end.recv():
+            end.send(sum(arm.step() for _ in range(NUM_OUTPUT_TOKENS)))

@@ -1,4 +1,4 @@
-"""The carrier: a KV connector. vLLM hands it the block pool and tells it of each request, under the stock scheduler.
+"""The carrier under vLLM's own scheduler: a KV connector. vLLM hands it the block pool and tells it of each request.
 
     --kv-transfer-config '{"kv_connector": "AgentserveConnector", "kv_role": "kv_producer",
                            "kv_connector_module_path": "agentserve.engines.plugin.connector"}'
@@ -10,28 +10,15 @@ step computes anything, and one that a request gets back is copied back likewise
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole, SupportsHMA
-from vllm.logger import init_logger
-from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
 
-from agentserve.engines.plugin import control
+from agentserve.engines.plugin.carrying import check_engine, order_pool
 from agentserve.engines.plugin.options import PluginOptions
 from agentserve.engines.plugin.ordering import Ordering
-from agentserve.engines.plugin.supported import (
-    PluginUnsupported,
-    block_bytes,
-    check_pool,
-    check_queue,
-    check_tier,
-    check_version,
-    installed_version,
-)
+from agentserve.engines.plugin.supported import PluginUnsupported, block_bytes, check_tier
 from agentserve.engines.plugin.tier_worker import StepJobs, StepReport, TierWorker
-
-_log = init_logger("vllm.agentserve")  # vLLM shows its own loggers only
 
 
 class _Nothing(KVConnectorMetadata):  # type: ignore[misc] # vLLM is not always there to be type-checked
@@ -57,10 +44,7 @@ class AgentserveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
             if not self._num_slots:
                 raise PluginUnsupported(f"tier_bytes holds no block of {block_bytes(kv_cache_config):,} bytes on each rank")
         if role == KVConnectorRole.SCHEDULER and self._options.policy != "off":
-            if not self._options.any_version:
-                check_version(installed_version())
-            check_queue(FreeKVCacheBlockQueue)
-            control.install()
+            check_engine(self._options)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -68,13 +52,9 @@ class AgentserveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         return False
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        if self._options.policy == "off":
-            return
-        check_pool(gpu_block_pool, self._num_groups)
-        self._ordering = Ordering(gpu_block_pool, self._options, time.monotonic, _warn, self._num_slots)
-        control.current = self._ordering
-        num_blocks = gpu_block_pool.num_gpu_blocks - 1
-        _log.info("agentserve orders %d blocks by %s, with %d behind them", num_blocks, self._options.policy, self._num_slots)
+        if self._options.policy != "off":
+            self._blocks = gpu_block_pool.blocks
+            self._ordering = order_pool(gpu_block_pool, self._options, self._num_groups, self._num_slots)
 
     def on_new_request(self, request: Any) -> None:
         if self._ordering is not None:
@@ -86,7 +66,7 @@ class AgentserveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         if self._ordering is not None:
-            self._ordering.step(scheduler_output.preempted_req_ids or ())
+            self._ordering.step(scheduler_output.preempted_req_ids)
             if self._num_slots:
                 return StepJobs(self._ordering.tier.jobs(scheduler_output.total_num_scheduled_tokens))
         return _NOTHING
@@ -98,7 +78,7 @@ class AgentserveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         if self._ordering is not None:
-            self._ordering.finished(request, block_ids)
+            self._ordering.finished(request, [self._blocks[block_id] for block_id in block_ids])
         return False, None
 
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
@@ -136,7 +116,3 @@ class AgentserveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
 
     def wait_for_save(self) -> None:
         """There is nothing to wait for."""
-
-
-def _warn(message: str, error: Exception) -> None:
-    _log.error(message, exc_info=error)

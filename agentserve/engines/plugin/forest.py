@@ -62,7 +62,8 @@ class Forest:
             node = self._fit(known, path, position) if known is not None else self._grow(parent, path, position, branch)
             position = node.end
             if node is not parent:
-                self._hang(node, parent)
+                if node.parent is not parent:
+                    self._hang(node, parent)
                 nodes.append(node)
         return nodes
 
@@ -74,10 +75,13 @@ class Forest:
                 self._own(node, branch)
             node.extent.num_hits += hit
             node.extent.fate = Fate.LIVE  # to this branch, so to all
-            self._rank(node, now)
+            if node.is_ranked:
+                self._rank(node, now)
 
     def join(self, nodes: list[Node]) -> list[Node]:
         """Nodes of one path that nothing tells apart any more become one. The nodes that are left. Changes state."""
+        if len(nodes) < 2:
+            return nodes
         left: list[Node] = []
         for node in nodes:
             if left and self._are_one(left[-1], node):
@@ -261,8 +265,6 @@ class Forest:
         """`node` follows `parent` on a path. Of blocks that the engine has twice the path decides which copy the rest hangs on, so that
         the other is free to go."""
         old = node.parent
-        if old is parent:
-            return
         now = self._clock()
         node.parent = parent
         if parent is not None:
@@ -302,6 +304,9 @@ class Forest:
 
     def _fit(self, node: Node, path: Sequence[Block], position: int) -> Node:
         """The part of `node` that lies on `path` from `position` on, as a node of its own."""
+        blocks, last = node.blocks, position + len(node.blocks) - 1
+        if blocks[0] is path[position] and last < len(path) and blocks[-1] is path[last]:
+            return node
         if node.blocks[0] is not path[position]:
             node = self._split(node, node.blocks.index(path[position]))
         shared = min(len(node.blocks), len(path) - position)
@@ -333,7 +338,8 @@ class Forest:
 
     def _are_one(self, upper: Node, lower: Node) -> bool:
         return (
-            list(upper.children) == [lower]
+            len(upper.children) == 1
+            and lower in upper.children
             and upper.owners == lower.owners
             and not upper.waiting
             and not lower.waiting

@@ -64,11 +64,11 @@ class OrderedFreeQueue(FreeKVCacheBlockQueue):  # type: ignore[misc] # vLLM is n
 
     def remove(self, block: Any) -> None:
         """A hit takes it out."""
-        if self._node_of[block.block_id] is None:
+        if block.prev_free_block is None:  # not in the list: the forest's
+            self.num_free_blocks -= 1
+        else:
             super().remove(block)
             self.num_listed -= 1
-        else:
-            self.num_free_blocks -= 1
 
     def append(self, block: Any) -> None:
         self.append_n([block])
@@ -85,8 +85,9 @@ class OrderedFreeQueue(FreeKVCacheBlockQueue):  # type: ignore[misc] # vLLM is n
                 self._fault = error
                 strangers = [block for block in blocks if self._node_of[block.block_id] is None]
         self.num_free_blocks += len(blocks) - len(strangers)
-        self.num_listed += len(strangers)
-        super().append_n(strangers)
+        if strangers:
+            self.num_listed += len(strangers)
+            super().append_n(strangers)
 
     def prepend_n(self, blocks: list[Any]) -> None:
         """Blocks without a hash."""

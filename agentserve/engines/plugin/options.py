@@ -1,4 +1,7 @@
-"""What an operator can say to the plugin: `kv_connector_extra_config` of vLLM's --kv-transfer-config."""
+"""What an operator can say to the plugin, and the arguments with which vLLM loads it.
+
+The options stand where the carrier finds them: in `kv_connector_extra_config` of --kv-transfer-config, or in --additional-config.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,10 @@ from agentserve.engines.plugin.supported import PluginUnsupported
 
 CONNECTOR: Final = "AgentserveConnector"
 MODULE: Final = "agentserve.engines.plugin.connector"
+SCHEDULER: Final = "agentserve.engines.plugin.scheduler.AgentserveScheduler"
+SECTION: Final = "agentserve"
+"""Of vLLM's --additional-config."""
+_IN_CONNECTOR: Final = "kv_connector_extra_config"
 _COMMON: Final = ("kv_role", "kv_load_failure_policy", "engine_id")
 """What vLLM reads of the outer configuration, where several connectors stand in one."""
 POLICY_NAMES: Final = tuple(name for name, choice in EVICTION_POLICIES.items() if not choice.needs_future)
@@ -40,32 +47,50 @@ class PluginOptions:
     """Do not refuse a vLLM of an unknown version; what is touched is checked all the same."""
 
     @classmethod
-    def read(cls, extra: Mapping[str, Any]) -> PluginOptions:
-        """Raises PluginUnsupported."""
+    def of_scheduler(cls, additional_config: Any) -> PluginOptions:
+        """From vLLM's `additional_config`, which other parts may own as they like. Raises PluginUnsupported."""
+        section = additional_config.get(SECTION, {}) if isinstance(additional_config, Mapping) else {}
+        if not isinstance(section, Mapping):
+            raise PluginUnsupported(f"additional_config: {SECTION} must be an object, with the plugin's options by name")
+        return cls.read(section, f"additional_config.{SECTION}")
+
+    @classmethod
+    def read(cls, extra: Mapping[str, Any], where: str = _IN_CONNECTOR) -> PluginOptions:
+        """Raises PluginUnsupported, which names the place: `where`."""
         known = cls.__dataclass_fields__
         if unknown := extra.keys() - known.keys():
-            raise PluginUnsupported(f"kv_connector_extra_config: no option {sorted(unknown)[0]!r}; there are: {', '.join(known)}")
+            raise PluginUnsupported(f"{where}: no option {sorted(unknown)[0]!r}; there are: {', '.join(known)}")
         try:
             options = msgspec.convert(dict(extra), cls)
         except msgspec.ValidationError as error:
-            raise PluginUnsupported(f"kv_connector_extra_config: {error}") from error
+            raise PluginUnsupported(f"{where}: {error}") from error
         if options.policy not in ("off", *POLICY_NAMES):
             there = ", ".join(POLICY_NAMES)
-            raise PluginUnsupported(f"kv_connector_extra_config: no policy {options.policy!r}; there are: off, {there}")
+            raise PluginUnsupported(f"{where}: no policy {options.policy!r}; there are: off, {there}")
         if options.tier_bytes < 0 or (options.tier_bytes and (options.policy == "off" or options.lookahead_blocks)):
-            raise PluginUnsupported("kv_connector_extra_config: tier_bytes needs a policy that is not off, and no lookahead_blocks")
+            raise PluginUnsupported(f"{where}: tier_bytes needs a policy that is not off, and no lookahead_blocks")
         return options
+
+
+def _changed(options: PluginOptions) -> dict[str, Any]:
+    """Those that are not the default."""
+    return {name: value for name, value in asdict(options).items() if value != getattr(PluginOptions(), name)}
+
+
+def scheduler_args(options: PluginOptions) -> tuple[str, ...]:
+    """vLLM's arguments for the plugin carried by its scheduler. A KV connector is configured beside it as without the plugin."""
+    section = msgspec.json.encode({SECTION: _changed(options)}).decode()
+    return ("--scheduler-cls", SCHEDULER, "--additional-config", section)
 
 
 def transfer_config(options: PluginOptions, beside: str | None = None) -> str:
     """The value of vLLM's --kv-transfer-config that carries the plugin: alone, or in front of the connector that `beside` configures."""
-    extra = {name: value for name, value in asdict(options).items() if value != getattr(PluginOptions(), name)}
     config: dict[str, Any] = {"kv_connector": CONNECTOR, "kv_connector_module_path": MODULE, "kv_role": "kv_producer"}
-    config["kv_connector_extra_config"] = extra
+    config[_IN_CONNECTOR] = _changed(options)
     if options.tier_bytes:
         config["kv_load_failure_policy"] = "recompute"
     if beside is not None:
         other = msgspec.json.decode(beside, type=dict[str, Any])
         common: dict[str, Any] = {name: one[name] for one in (config, other) for name in _COMMON if name in one}
-        config = {"kv_connector": "MultiConnector", **common, "kv_connector_extra_config": {"connectors": [config, other]}}
+        config = {"kv_connector": "MultiConnector", **common, _IN_CONNECTOR: {"connectors": [config, other]}}
     return msgspec.json.encode(config).decode()

@@ -30,8 +30,9 @@ class Ordering:
         try:
             self._retention = Retention(pool, options, returns, clock, num_slots, warn)
         except PolicyParameterError as error:
-            raise PluginUnsupported(f"kv_connector_extra_config: {error}") from error
+            raise PluginUnsupported(f"the plugin's parameters: {error}") from error
         self.tier = self._retention.tier
+        self._queued, self._awaited = self._retention.queued, self._retention.awaited
         self._queue = OrderedFreeQueue(
             pool, self._retention.forest, self._turn_off, options.lookahead_blocks, chooses_ahead=not self.tier.is_on
         )
@@ -49,12 +50,12 @@ class Ordering:
         self.tier.placed(request, blocks, num_external_tokens)
         self._safely(self._retention.placed, request, blocks)
 
-    def finished(self, request: Any, block_ids: list[int]) -> None:
-        self._safely(self._retention.finished, request, block_ids)
+    def finished(self, request: Any, blocks: list[Any]) -> None:
+        self._safely(self._retention.finished, request, blocks)
 
-    def step(self, preempted_ids: Collection[str]) -> None:
-        if preempted_ids or self._retention.has_waiting:
-            self._safely(self._retention.step, preempted_ids)
+    def step(self, preempted_ids: Collection[str] | None) -> None:
+        if preempted_ids or self._queued or self._awaited:
+            self._safely(self._retention.step, preempted_ids or ())
 
     def take_batch(self, batch: HintBatch) -> None:
         """Raises PolicyParameterError or KeyError where the policy that it asks for cannot be had."""
@@ -116,7 +117,7 @@ class Ordering:
             self.tier.clear()
 
     def _safely(self, call: Callable[..., None], *arguments: Any) -> None:
-        if self.is_on:
+        if self._pool.free_block_queue is self._queue:
             try:
                 call(*arguments)
             except Exception as error:  # noqa: BLE001 # whatever it is, the engine must go on

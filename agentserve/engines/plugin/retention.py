@@ -64,9 +64,10 @@ class Retention:
         self._returns = returns
         self._clock = clock
         self._requests: dict[str, _Request] = {}
-        self._queued: dict[str, Any] = {}
+        self.queued: dict[str, Any] = {}
         """Requests that came and have no blocks yet."""
-        self._awaited: list[tuple[float, str]] = []
+        self.awaited: list[tuple[float, str]] = []
+        """Until when, and which sessions: a heap. While both are empty `step` has nothing to do but for who was preempted."""
         self._sweep_at = _LEAST_SWEEP
         self.forest = Forest(pool.num_gpu_blocks, self._build(options.policy, options.parameters, pool.num_gpu_blocks - 1), clock)
         kept = ExclusiveTier(num_slots, self._build(options.policy, options.parameters, num_slots), clock) if num_slots else None
@@ -89,8 +90,8 @@ class Retention:
             branch = session.branches[name] = Branch(session, name)
         self._requests[request.request_id] = _Request(request, branch, hints)
         self.forest.unprotect(_awaited(session_id))
-        self._queued[request.request_id] = request
-        if len(self._queued) > 1:  # else it is the next to be placed
+        self.queued[request.request_id] = request
+        if len(self.queued) > 1:  # else it is the next to be placed
             self._protect_queued()
         for hint in hints.others:
             self.tell(hint)
@@ -102,15 +103,14 @@ class Retention:
         self.forest.hold(nodes, known.branch)
         self._leave_queue(request.request_id)
 
-    def finished(self, request: Any, block_ids: list[int]) -> None:
-        """It is over, however it ended; its blocks are let go right after. Changes state."""
+    def finished(self, request: Any, blocks: list[Any]) -> None:
+        """It is over, however it ended; its `blocks` are let go right after. Changes state."""
         known = self._requests.pop(request.request_id, None)
         if known is None:
             return
         self._leave_queue(request.request_id)
         branch, session = known.branch, known.branch.session
-        pool_blocks = self._pool.blocks
-        path = _cached([pool_blocks[block_id] for block_id in block_ids])
+        path = _cached(blocks)
         self.tier.finished(request, branch, len(path), concludes=known.hints.branch_id is not None)
         nodes = self.forest.trace(path, branch)
         self.forest.hold(nodes, branch, hit=False)
@@ -163,32 +163,27 @@ class Retention:
             if self.tier.is_on:
                 self.tier.switch(self._build(batch.policy, batch.parameters, self.tier.num_slots))
 
-    @property
-    def has_waiting(self) -> bool:
-        """Whether there is anything for `step` to do."""
-        return bool(self._queued or self._awaited)
-
     def step(self, preempted_ids: Iterable[str] = ()) -> None:
         """A step of the engine was scheduled: who still waits is protected; what was awaited for long enough is not any more."""
         for request_id in preempted_ids:
             if request_id in self._requests:
-                self._queued[request_id] = self._requests[request_id].request
-        if self._queued:
+                self.queued[request_id] = self._requests[request_id].request
+        if self.queued:
             self._protect_queued()
         now = self._clock()
-        while self._awaited and self._awaited[0][0] <= now:
-            self.forest.unprotect(_awaited(heapq.heappop(self._awaited)[1]))
+        while self.awaited and self.awaited[0][0] <= now:
+            self.forest.unprotect(_awaited(heapq.heappop(self.awaited)[1]))
 
     def _protect_queued(self) -> None:
         """Most requests are placed in the step after they came and never need it; these wait, or others are before them."""
-        for request_id, request in self._queued.items():
+        for request_id, request in self.queued.items():
             if len(self.forest.waiting) >= self._protected_requests:
                 break
             if request_id not in self.forest.waiting:
                 self.forest.protect(request_id, self._resident(request))
 
     def _leave_queue(self, request_id: str) -> None:
-        self._queued.pop(request_id, None)
+        self.queued.pop(request_id, None)
         self.forest.unprotect(request_id)
 
     def _build(self, policy: str, parameters: Mapping[str, float], num_blocks: int) -> Any:
@@ -286,7 +281,7 @@ class Retention:
     def _await(self, session: Session, seconds: float) -> None:
         self.forest.unprotect(_awaited(session.id))
         self.forest.protect(_awaited(session.id), dict.fromkeys(node for branch in session.branches.values() for node in branch.nodes))
-        heapq.heappush(self._awaited, (self._clock() + seconds, session.id))
+        heapq.heappush(self.awaited, (self._clock() + seconds, session.id))
 
     def _forget_if_empty(self, branch: Branch) -> None:
         session = branch.session

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Mapping
 from importlib import metadata
 from typing import Any, Final
 
@@ -21,6 +22,13 @@ QUEUE_METHODS: Final = {
     "iter_blocks_after": ["self", "cursor"],
 }
 """Of the queue of free blocks: all that it has, because a method that the plugin does not know would see half of the blocks."""
+
+SCHEDULER_METHODS: Final = {
+    "add_request": ["self", "request"],
+    "schedule": ["self", "throttle_prefills"],
+    "_free_request": ["self", "request", "delay_free_blocks"],
+}
+"""Of the scheduler: what the plugin's own calls and listens to."""
 
 _QUEUE_FIELDS: Final = ("num_free_blocks", "fake_free_list_head", "fake_free_list_tail")
 _BLOCK_FIELDS: Final = ("block_id", "ref_cnt", "block_hash", "is_null", "prev_free_block", "next_free_block")
@@ -46,7 +54,7 @@ def check_version(version: str) -> None:
     if found is None or not FIRST <= found <= LAST:
         raise PluginUnsupported(
             f"vLLM {version}: the eviction plugin is written for {FIRST[0]}.{FIRST[1]} to {LAST[0]}.{LAST[1]}; "
-            "start without it, or set any_version to true in kv_connector_extra_config to let the other checks decide"
+            "start without it, or set its option any_version to true to let the other checks decide"
         )
 
 
@@ -65,11 +73,26 @@ def check_queue(queue: type) -> None:
     found = {name: method for name, method in vars(queue).items() if inspect.isfunction(method) and not name.startswith("__")}
     if unknown := found.keys() - QUEUE_METHODS.keys():
         raise PluginUnsupported(f"vLLM's {queue.__name__} has methods that the plugin does not know: {', '.join(sorted(unknown))}")
-    for name, parameters in QUEUE_METHODS.items():
-        if name not in found:
-            raise PluginUnsupported(f"vLLM's {queue.__name__} has no {name}")
-        if list(inspect.signature(found[name]).parameters) != parameters:
-            raise PluginUnsupported(f"vLLM's {queue.__name__}.{name} does not take {', '.join(parameters)}")
+    _takes(queue, QUEUE_METHODS)
+
+
+def check_scheduler(scheduler: type, vllm_config: Any) -> None:
+    """Raises PluginUnsupported where vLLM's scheduler class is not as known, or would not be the one for this model."""
+    _takes(scheduler, SCHEDULER_METHODS)
+    if getattr(vllm_config, "diffusion_config", None) is not None:
+        raise PluginUnsupported("vLLM schedules this model's denoising with a scheduler of its own: let the KV connector carry the plugin")
+
+
+def check_output(output: type, new: type, cached: type) -> None:
+    """Raises PluginUnsupported where a step's output does not tell who got blocks."""
+    wanted = (
+        (output, ("scheduled_new_reqs", "scheduled_cached_reqs", "preempted_req_ids")),
+        (new, ("req_id",)),
+        (cached, ("resumed_req_ids",)),
+    )
+    for kind, names in wanted:
+        if missing := set(names) - getattr(kind, "__dataclass_fields__", {}).keys():
+            raise PluginUnsupported(f"vLLM's {kind.__name__} has no {sorted(missing)[0]}")
 
 
 def check_pool(pool: Any, num_groups: int) -> None:
@@ -83,6 +106,15 @@ def check_pool(pool: Any, num_groups: int) -> None:
     _has(pool.free_block_queue, _QUEUE_FIELDS)
     if pool.free_block_queue.num_free_blocks != pool.num_gpu_blocks - 1:
         raise PluginUnsupported("blocks are in use already: the plugin must be there before the first request")
+
+
+def _takes(owner: type, methods: Mapping[str, list[str]]) -> None:
+    for name, parameters in methods.items():
+        method = getattr(owner, name, None)
+        if method is None:
+            raise PluginUnsupported(f"vLLM's {owner.__name__} has no {name}")
+        if list(inspect.signature(method).parameters) != parameters:
+            raise PluginUnsupported(f"vLLM's {owner.__name__}.{name} does not take {', '.join(parameters)}")
 
 
 def check_tier(connector: type, vllm_config: Any) -> None:

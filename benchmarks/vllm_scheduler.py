@@ -1,4 +1,4 @@
-"""vLLM's own scheduler and block pool without a model or a GPU: one step at a time, with sampled tokens made up by the test."""
+"""vLLM's own scheduler and block pool without a model or a GPU: one step at a time, with sampled tokens that are made up."""
 
 from __future__ import annotations
 
@@ -52,8 +52,16 @@ def _model_folder(folder: Path, **changes: object) -> str:
     return str(folder)
 
 
-def make_scheduler(options: EngineOptions, folder: Path, transfer: dict[str, Any] | None = None) -> Scheduler:
-    """The scheduler that vLLM would build for these options, with `transfer` as its --kv-transfer-config."""
+def make_scheduler(
+    options: EngineOptions,
+    folder: Path,
+    transfer: dict[str, Any] | None = None,
+    *,
+    scheduler_cls: str | None = None,
+    additional: dict[str, Any] | None = None,
+    schedules_ahead: bool = False,
+) -> Scheduler:
+    """The scheduler that vLLM would build for these options; `transfer`, `additional`: its --kv-transfer-config, --additional-config."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     model = ModelConfig(model=_model_folder(folder / "model"), skip_tokenizer_init=True, dtype="float32", seed=0)
     parallel = ParallelConfig()
@@ -79,22 +87,26 @@ def make_scheduler(options: EngineOptions, folder: Path, transfer: dict[str, Any
             max_num_seqs=options.max_num_seqs,
             scheduler_reserve_full_isl=options.full_prompt_must_fit,
             watermark=options.watermark,
-            async_scheduling=False,
+            async_scheduling=schedules_ahead,
+            scheduler_cls=scheduler_cls,
         ),
         cache_config=CacheConfig(block_size=options.block_size, enable_prefix_caching=True),
         kv_transfer_config=KVTransferConfig(**transfer) if transfer is not None else None,
+        additional_config=additional or {},
     )
+    config.scheduler_config.async_scheduling = schedules_ahead  # vLLM says that a CPU does not
     num_blocks = options.num_blocks + 1  # the null block
     config.cache_config.num_gpu_blocks = num_blocks
     spec = FullAttentionSpec(block_size=options.block_size, num_kv_heads=1, head_size=64, dtype=torch.float32)
     group = KVCacheGroupSpec(["layer"], spec, is_eagle_group=options.drops_last_block)
-    return Scheduler(
+    made: Scheduler = config.scheduler_config.get_scheduler_cls()(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[group]),
         structured_output_manager=StructuredOutputManager(config),
         block_size=options.block_size,
         log_stats=True,
     )
+    return made
 
 
 @dataclass(eq=False)
