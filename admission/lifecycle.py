@@ -10,13 +10,17 @@ import heapq
 import math
 from copy import copy
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import Annotated
 
 from admission.eviction.policy import Fate, Knob
 from admission.pace import Pace
-from admission.return_class import UNKNOWN, return_class, with_tool
+from admission.return_class import UNKNOWN, awaits_agent, return_class, with_tool
 from admission.returns import ReturnModel
+from admission.succession import Clients, Succession
+
+SHORT_OUTPUT_TOKENS = 64
+"""A title, a label or a guess at the next message; hardly an answer that a conversation goes on from."""
 
 
 class Phase(StrEnum):
@@ -40,6 +44,13 @@ class TurnEnd:
     """It answered a person, not only tools."""
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
+
+
+class _Due(IntEnum):
+    FOLLOWED = 0
+    """Too little hope is left now that its client has begun another session."""
+    HOPELESS = 1
+    FORGOTTEN = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +80,30 @@ class _Session:
     """Branch → tokens of it that the newest prompt still has."""
     side_branches: set[str] = field(default_factory=set)
     num_silent: int = 0
+    case: tuple[int, float] | None = None
+    """Its client began another session during its present idle time: the cell, and the chance of a return without that."""
     counts_as_never: bool = False
     """Its present idle time has been counted as one without a return."""
     epoch: int = 0
     """Counts idle times, so that a deadline of an earlier one is told from the present one's."""
 
+    @property
+    def client(self) -> str | None:
+        """Whose new sessions say something of it: of a sub-agent nobody's."""
+        return self.tenant if self.parent_id is None else None
 
-def is_side_request(*, num_messages: int, num_tools: int, max_output_tokens: int | None, session_has_tools: bool) -> bool:
-    """Whether a request looks like one that no other builds on: a probe for one token, or a title or summary asked without the tools that
-    the session has otherwise."""
-    is_probe = max_output_tokens is not None and max_output_tokens <= 1
-    return is_probe or (session_has_tools and num_tools == 0 and num_messages <= 2)
+
+def is_side_request(
+    *, num_messages: int, num_tools: int, max_output_tokens: int | None, session_has_tools: bool, is_named: bool = True
+) -> bool:
+    """Whether a request looks like one that no other builds on.
+
+    A probe for one token; a title or summary asked without the tools that the session has otherwise; and a beginning without tools whose
+    answer may only be short, of a conversation that its client does not name (`is_named`).
+    """
+    most = math.inf if max_output_tokens is None else max_output_tokens
+    is_beginning = num_tools == 0 and num_messages <= 2
+    return most <= 1 or (is_beginning and (session_has_tools or (not is_named and most <= SHORT_OUTPUT_TOKENS)))
 
 
 class Lifecycle:
@@ -99,11 +123,17 @@ class Lifecycle:
         self._context_tokens = context_tokens
         self._time_scale = time_scale
         self._sessions: dict[str, _Session] = {}
-        self._deadlines: list[tuple[float, str, int, bool]] = []
-        """When, whose, of which idle time, and whether it is then forgotten."""
+        self._deadlines: list[tuple[float, str, int, _Due]] = []
+        """When, whose, of which idle time, and what then."""
+        self._succession = Succession()
+        self._clients = Clients()
 
     def __len__(self) -> int:
         return len(self._sessions)
+
+    def __contains__(self, session_id: str) -> bool:
+        """Whether it has run and is not forgotten."""
+        return session_id in self._sessions
 
     @property
     def due_seconds(self) -> float | None:
@@ -157,6 +187,7 @@ class Lifecycle:
         """A turn of the session begins; `shared_tokens`: how much of the branch's tokens its prompt has, where it has not all of them.
 
         Its sub-agents that have finished are joined: their parent goes on, and with their results in its prompt it needs them no more.
+        If the session is new, others of its tenant may have ended (`admission.succession`).
         """
         session = self._sessions.get(session_id)
         changed = []
@@ -164,11 +195,14 @@ class Lifecycle:
             session = self._sessions[session_id] = _Session(tenant, None if parent_id == session_id else parent_id)
             if session.parent_id in self._sessions:
                 self._sessions[session.parent_id].children.add(session_id)
+            changed = self._follow(session, now)
         else:
             changed = [session_id] if session.fate is not Fate.LIVE else []
             if session.num_running == 0:
                 self._came_back(session, now)
             session.fate = Fate.LIVE
+        if session.client is not None:
+            self._clients.leaves(session.client, session_id)
         session.num_running += 1
         session.num_turns += 1
         session.phase = Phase.RUNNING
@@ -186,8 +220,36 @@ class Lifecycle:
         if session.counts_as_never:
             session.counts_as_never = False
             self._returns.did_come_back(session.return_class, now)
+            self._settle(session, came_back=False, weight=-1.0)
+        self._settle(session, came_back=True)
+        session.case = None
         session.pace.came_back(idle_seconds * self._time_scale)
         self._returns.came_back(session.return_class, idle_seconds, now)
+
+    def _follow(self, session: _Session, now: float) -> list[str]:
+        """The session is new. Returns those of its client that count as ended for that; others do later, when less hope is left."""
+        ended: list[str] = []
+        idle = [] if session.client is None else list(self._clients.idle(session.client))
+        for session_id in idle:
+            former = self._sessions[session_id]
+            # What begins while a sub-agent is waited for may be the sub-agent, of a client that does not say so.
+            if former.case is not None or former.fate is not Fate.LIVE or awaits_agent(former.return_class):
+                continue
+            idle_seconds = now - former.idle_since
+            cell = Succession.cell(idle_seconds * self._time_scale, len(idle) - 1)
+            former.case = (cell, self._returns.alive(former.return_class, idle_seconds))
+            chance = self._succession.chance(cell, self._parameters.least_chance)
+            hopeless = former.idle_since + self._returns.idle_until_hopeless(former.return_class, chance)
+            if hopeless <= now:
+                former.fate, former.phase = Fate.ENDED, Phase.ENDED
+                ended.append(session_id)
+            elif hopeless < math.inf:
+                heapq.heappush(self._deadlines, (hopeless, session_id, former.epoch, _Due.FOLLOWED))
+        return ended
+
+    def _settle(self, session: _Session, *, came_back: bool, weight: float = 1.0) -> None:
+        if session.case is not None:
+            self._succession.learn(*session.case, came_back=came_back, weight=weight)
 
     def _join(self, parent: _Session, now: float) -> list[str]:
         joined = [child for child in sorted(parent.children) if self._is_finished(child)]
@@ -217,12 +279,14 @@ class Lifecycle:
         session.epoch += 1
         session.ends_turn = end.ends_turn
         session.phase = Phase.TOOL_PENDING if end.tools else Phase.WAITING
+        if session.client is not None:
+            self._clients.rests(session.client, session_id)
         session.return_class = self._classify(session, session.pace, end, now)
         hopeless = self._returns.idle_until_hopeless(session.return_class, self._parameters.least_chance)
         forget = self._parameters.forget_seconds
         if hopeless < forget:
-            heapq.heappush(self._deadlines, (now + hopeless, session_id, session.epoch, False))
-        heapq.heappush(self._deadlines, (now + forget, session_id, session.epoch, True))
+            heapq.heappush(self._deadlines, (now + hopeless, session_id, session.epoch, _Due.HOPELESS))
+        heapq.heappush(self._deadlines, (now + forget, session_id, session.epoch, _Due.FORGOTTEN))
 
     def class_after(self, session_id: str, now: float, end: TurnEnd) -> str:
         """The class of the idle time that follows a turn of it, if that ends so. Changes nothing of the session."""
@@ -263,6 +327,8 @@ class Lifecycle:
             return []
         if session.num_running == 0 and session.fate is Fate.LIVE and not session.counts_as_never:
             self._returns.left(session.return_class, now - session.idle_since, now)
+        if session.num_running == 0 and not session.counts_as_never:
+            self._settle(session, came_back=False)
         children = sorted(session.children)
         session.fate = Fate.ENDED
         if session.num_running == 0:
@@ -273,7 +339,7 @@ class Lifecycle:
         """Time has passed: those that are idle for too long for their class are taken to have ended, and later forgotten."""
         changed = []
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, session_id, epoch, is_last = heapq.heappop(self._deadlines)
+            _, session_id, epoch, due = heapq.heappop(self._deadlines)
             session = self._sessions.get(session_id)
             if session is None or session.epoch != epoch or session.num_running:
                 continue
@@ -281,15 +347,18 @@ class Lifecycle:
                 session.fate, session.phase = Fate.ENDED, Phase.ENDED
                 changed.append(session_id)
             # At once, not when it is forgotten: until then only those that came back would be counted, and all would seem to.
-            if not session.counts_as_never:
+            if due is not _Due.FOLLOWED and not session.counts_as_never:
                 session.counts_as_never = True
                 self._returns.never_came_back(session.return_class, now)
-            if is_last:
+                self._settle(session, came_back=False)
+            if due is _Due.FORGOTTEN:
                 self._drop(session_id)
         return changed
 
     def _drop(self, session_id: str) -> None:
         session = self._sessions.pop(session_id)
+        if session.client is not None:
+            self._clients.leaves(session.client, session_id)
         parent = self._sessions.get(session.parent_id or "")
         if parent is not None:
             parent.children.discard(session_id)
@@ -302,6 +371,9 @@ class Lifecycle:
         for session_id, session in self._sessions.items():
             assert (session.phase is Phase.RUNNING) == (session.num_running > 0)
             assert all(self._sessions[child].parent_id == session_id for child in session.children)
-        waiting = {(session_id, epoch) for _, session_id, epoch, is_last in self._deadlines if is_last}
+        for client in {session.client for session in self._sessions.values()} - {None}:
+            idle = [self._sessions[session_id] for session_id in self._clients.idle(client or "")]
+            assert all(session.num_running == 0 and session.client == client for session in idle)
+        waiting = {(session_id, epoch) for _, session_id, epoch, due in self._deadlines if due is _Due.FORGOTTEN}
         for session_id, session in self._sessions.items():
             assert session.num_running or (session_id, session.epoch) in waiting, "who is idle is forgotten some day"

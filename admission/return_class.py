@@ -52,6 +52,11 @@ def with_tool(name: str, tools: Iterable[str]) -> str:
     return f"{name}:{bucket}" if bucket else name
 
 
+def awaits_agent(name: str) -> bool:
+    """Whether the turn called a sub-agent, as far as the class says."""
+    return name.partition("@")[0].endswith(":agent")
+
+
 def with_tenant(name: str, tenant: str) -> str:
     return f"{name}@{tenant}"
 

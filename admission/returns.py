@@ -23,6 +23,8 @@ NUM_BINS = 46
 
 _BACKING = 1.0
 """Idle times of its parent that are added to a recorded class, so that what a few records never showed is not impossible."""
+_CAP_MARGIN = 1.03
+"""Idle times that were capped end a little after the cap."""
 _STEP = math.log(10.0) / BINS_PER_DECADE
 
 
@@ -48,7 +50,7 @@ class ReturnParameters:
     half_life_seconds: Annotated[float, Knob(600, 2_592_000, "after which what was seen counts half", log=True)] = 86_400.0
     time_scale: Annotated[float, Knob(0.1, 1000, "how much faster than recorded the sessions run (a replay's)", log=True)] = 1.0
     longest_gap_seconds: float | None = None
-    """A replay's cap on idle times, before time scaling: no session is idle longer and comes back."""
+    """A replay's cap on idle times, before time scaling: no session is idle for 3 % longer and comes back."""
     max_tenants: int = 64
     """Tenants with classes of their own; the least recently seen goes back to the common ones."""
 
@@ -164,13 +166,15 @@ class ReturnModel:
     tenant (`with_tenant`) leans on the same class of all tenants.
     """
 
-    __slots__ = ("_fitted", "_parameters", "_prior", "_seen", "_seen_seconds", "_tenants")
+    __slots__ = ("_cap_seconds", "_fitted", "_parameters", "_prior", "_seen", "_seen_seconds", "_tenants")
 
     def __init__(
         self, parameters: ReturnParameters | None = None, prior: Mapping[str, tuple[Sequence[float], float]] = RETURN_PRIOR
     ) -> None:
         """`prior`: class → (returned per bin, never returned)."""
         self._parameters = parameters or ReturnParameters()
+        longest = self._parameters.longest_gap_seconds
+        self._cap_seconds = math.inf if longest is None else _CAP_MARGIN * longest
         self._prior = {name: LifeTable(self._capped(returned), never) for name, (returned, never) in prior.items()}
         self._seen: dict[str, LifeTable] = {}
         self._seen_seconds: dict[str, float] = {}
@@ -231,6 +235,9 @@ class ReturnModel:
         self._fitted.clear()
         return tables
 
+    def _is_past_cap(self, idle_seconds: float) -> bool:
+        return self._age(idle_seconds) > self._cap_seconds
+
     def _age(self, seconds: float) -> float:
         return seconds * self._parameters.time_scale
 
@@ -261,11 +268,13 @@ class ReturnModel:
 
     def hazard(self, return_class: str, idle_seconds: float) -> float:
         """Returns per second at this idle time, among all of the class that are not back (those that never come included)."""
+        if self._is_past_cap(idle_seconds):
+            return 0.0
         return self._table(return_class).hazard(self._age(idle_seconds)) * self._parameters.time_scale
 
     def alive(self, return_class: str, idle_seconds: float) -> float:
         """Chance that a session idle for so long comes back at all."""
-        return self._table(return_class).alive(self._age(idle_seconds))
+        return 0.0 if self._is_past_cap(idle_seconds) else self._table(return_class).alive(self._age(idle_seconds))
 
     def returned_share(self, return_class: str, idle_seconds: float) -> float:
         """Share of the class that is back within so long."""
@@ -277,9 +286,11 @@ class ReturnModel:
 
     def idle_until_hopeless(self, return_class: str, chance: float) -> float:
         """Idle seconds after which a session of the class comes back with less than this chance; infinity where there is no such age."""
-        return self._table(return_class).age_of_chance(chance) / self._parameters.time_scale
+        return min(self._table(return_class).age_of_chance(chance), self._cap_seconds) / self._parameters.time_scale
 
     def time_to_return(self, return_class: str, idle_seconds: float, horizon_seconds: float) -> float:
         """Mean seconds until it is back, counted as at most `horizon_seconds`; those that never come count as the horizon."""
+        if self._is_past_cap(idle_seconds):
+            return horizon_seconds
         table, scale = self._table(return_class), self._parameters.time_scale
         return table.mean_wait(self._age(idle_seconds), horizon_seconds * scale) / scale

@@ -22,6 +22,7 @@ from admission.requests import Limits
 from admission.returns import ReturnModel
 from admission.tickets import TicketBook
 from admission.twins import TwinGate
+from agentserve.block_names import check_block_names
 from agentserve.cache import CacheBooks
 from agentserve.canonical.canonicaliser import choose
 from agentserve.capture import Capture, CaptureOptions
@@ -54,6 +55,7 @@ from model.chat.jinja_template import TemplateRefused
 from model.tokenizer import Tokenizer, verify
 from prefix_cache.mirror import Mirror
 from prefix_cache.tiers.offload import Offload
+from prefix_cache.tiers.ranks import RankLookups
 
 DEFAULT_BLOCK_SIZE = 128
 """For block hashes where the engine does not say its size; no block figure is reported then."""
@@ -72,6 +74,7 @@ async def running_server(settings: Settings, progress: Callable[[str], None]) ->
         await asyncio.gather(*(each.engine.start() for each in made))
         first, *others = [await follow(settings, each, tier, stack) for each in made]
         check_alike(first.engine, [other.engine for other in others])
+        await check_block_names(settings, [first, *others])
         folder = model_folder(settings, first.engine, made[0].nano)
         tokenizer, chat = await asyncio.to_thread(load_model_files, settings.engine, folder)
         server = build(settings, first.engine, tokenizer, chat, first.mirror, first.offload, others, first.hints)
@@ -189,7 +192,9 @@ def _replicas(
             ceiling_tokens=settings.sessions.ceiling_tokens,
             mirror=each.mirror,
             offload=each.offload,
+            has_unseen_tier=settings.offload.tier == "exclusive",
             beside=books,
+            lru_blocks=info.num_blocks if isinstance(each.hints, NoHints) else None,  # a plugin orders them by itself
         )
         policy = ADMISSION_POLICIES[picked.policy](TicketBook(), limits, picked.parameters, lifecycle)
         room = WaitingRoom(policy, limits, clock, metrics.queue.observe)
@@ -228,6 +233,15 @@ def watch(metrics: Metrics, replicas: Replicas, namespaces: Namespaces) -> None:
         resident = "Tokens whole in the offload tier's memory, by its events"
         metrics.watch("offload_resident_tokens", resident, lambda: sum(offload.num_resident_tokens for offload in offloads))
         metrics.watch("offload_up", "0 while the offload tier's server is known not to run", lambda: all(o.is_up for o in offloads))
+        if offloads[0].ranks is not None:
+            watch_ranks(metrics, offloads[0].ranks)
+
+
+def watch_ranks(metrics: Metrics, ranks: RankLookups) -> None:
+    """Export how often the ranks of an engine differ in what the tier holds for them."""
+    metrics.count("offload_lookups", "Lookups of prompts in the offload tier's server", lambda: ranks.num_lookups)
+    metrics.count("offload_differing_lookups", "Those in which ranks held different prefixes", lambda: ranks.num_differing)
+    metrics.count("offload_given_up_tokens", "What their best ranks held beyond the hit", lambda: ranks.num_given_up_tokens)
 
 
 def captured_turns(settings: Settings, engine: Engine, metrics: Metrics, clock: Callable[[], float]) -> Capture | None:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from agentserve.prompt import FlatPrompt
 from agentserve.sessions import Relation, Session
-from prefix_cache.blocks import BlockHash
+from prefix_cache.blocks import BlockHash, root_hash
+from prefix_cache.demand import Demand, Taker
 from prefix_cache.hits import NOWHERE, Elsewhere, HitTotals, TurnHits, account
 from prefix_cache.in_flight import Computing, InFlight
 from prefix_cache.mirror import Mirror
@@ -58,6 +59,8 @@ class Sent:
     settled: tuple[int, ...] | None = None
     """The mirror's departures when it had seen all blocks of the prompt stored; None before."""
     num_looks: int = 0
+    taker: Taker | None = None
+    """What it takes from a pool whose blocks leave by last use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,9 @@ _MAX_LOOKS = 16
 class CacheBooks:
     """Estimates before, books after. `block_size` None: the engine does not say; then there are no block figures.
 
-    `offload` needs a mirror: what a tier adds is counted beyond what the GPU holds. `beside`: the books of another engine of this server.
+    `offload` needs a mirror: what a tier adds is counted beyond what the GPU holds. `has_unseen_tier`: there is one that announces nothing,
+    so that what it brings is counted and not predicted. `beside`: the books of another engine of this server.
+    `lru_blocks`: usable blocks of an engine that evicts by last use alone; None where it may not, or does not say how many there are.
     """
 
     def __init__(
@@ -97,15 +102,19 @@ class CacheBooks:
         ceiling_tokens: int,
         mirror: Mirror | None,
         offload: Offload | None = None,
+        has_unseen_tier: bool = False,
         beside: CacheBooks | None = None,
+        lru_blocks: int | None = None,
     ) -> None:
         self.block_size = block_size
         self.mirror = mirror
         self.offload = offload if mirror is not None else None
+        self._unseen = ExternalHit(0, 0) if has_unseen_tier else None
         # An unlimited cache is one, over however many engines; so are the sums.
         self.tree: PrefixTree = PrefixTree(ceiling_tokens) if beside is None else beside.tree
         self.totals: HitTotals = HitTotals() if beside is None else beside.totals
         self.in_flight = InFlight()
+        self.demand = Demand(mirror, lru_blocks) if mirror is not None and lru_blocks is not None else None
         self._overtaken: deque[_Overtaken] = deque(maxlen=_MAX_OVERTAKEN)
         self._unannounced: deque[tuple[BlockHash, int]] = deque(maxlen=_MAX_OVERTAKEN)
         """Last blocks of answers whose events are on their way, with the mirror's number of batches when the answer came."""
@@ -140,7 +149,9 @@ class CacheBooks:
         predicted = mirror.predict(hashes, estimate.num_prompt_tokens, min(start, len(hashes)))
         resident = predicted // mirror.block_size
         prompt.resident_in, prompt.resident_as_of, prompt.num_resident_blocks = mirror, departures, resident
-        external = self.offload.predict(hashes, estimate.num_prompt_tokens, predicted) if self.offload is not None else None
+        if self.demand is not None:
+            predicted = self.demand.num_left(hashes, resident) * mirror.block_size
+        external = self.offload.predict(hashes, estimate.num_prompt_tokens, predicted) if self.offload is not None else self._unseen
         given = predicted + external.num_given_tokens if external is not None and external.num_given_tokens else 0
         return replace(
             estimate,
@@ -152,18 +163,31 @@ class CacheBooks:
             departures=departures,
         )
 
-    def send(self, estimate: Estimate) -> Sent:
-        """The request goes to the engine now. Needs its `prefilled`, whatever becomes of it."""
+    def send(self, estimate: Estimate, session: Session | None = None) -> Sent:
+        """The request goes to the engine now. Needs its `ended`, whatever becomes of it."""
         size, stop = estimate.block_size, estimate.num_whole_blocks
         known = estimate.num_resident_blocks if self.mirror is not None else estimate.ceiling // size
         start = min(known, stop)
         end = self.in_flight.match(estimate.hashes, start, stop)
         computing = self.in_flight.begin(estimate.hashes, start, stop)
-        return Sent(start * size, end * size, computing) if end > start else Sent(computing=computing)
+        num_whole = min(len(estimate.hashes), estimate.num_prompt_tokens // size)
+        if self.mirror is not None and session is not None:
+            first = start if estimate.predicted is None else min(start, estimate.predicted // size)
+            self.mirror.sent.add(
+                session.id, session.prompt.ids, session.prompt.chain.hashes, first, num_whole, root_hash(session.prompt.salt)
+            )
+        taker = self.demand.begin(estimate.hashes, num_whole) if self.demand is not None else None
+        return Sent(start * size, end * size, computing, taker=taker) if end > start else Sent(computing=computing, taker=taker)
 
     def prefilled(self, sent: Sent) -> None:
-        """The engine has computed the prompt, or the request is over. Safe to call twice."""
+        """The engine has computed the prompt. Safe to call twice."""
         self.in_flight.end(sent.computing)
+
+    def ended(self, sent: Sent) -> None:
+        """The request is over, booked or not. Safe to call twice."""
+        self.prefilled(sent)
+        if self.demand is not None and sent.taker is not None:
+            self.demand.end(sent.taker)
 
     def look(self, sent: Sent, estimate: Estimate) -> None:
         """A step of the generation has come: note when the mirror has seen all of the prompt's blocks stored.
@@ -209,6 +233,8 @@ class CacheBooks:
         self, session: Session, relation: Relation, estimate: Estimate, sent: Sent, num_cached_tokens: int | None, computed: FlatPrompt
     ) -> TurnHits:
         """Account for a request that the engine has answered; `computed` holds its prompt and what was generated."""
+        if self.demand is not None and sent.taker is not None:
+            self.demand.end(sent.taker, computed.chain.hashes, max(0, len(computed.ids) - 1) // self.demand.block_size)
         hits = self._account(estimate, relation, sent, num_cached_tokens)
         if self.mirror is not None and num_cached_tokens is not None:
             self._learn(self.mirror, estimate, num_cached_tokens, computed)
@@ -263,6 +289,11 @@ class CacheBooks:
             self._overtaken.popleft()
             mirror.learn(late.hashes, late.num_cached_tokens, late.guess)
 
+    def _external_predicted(self, estimate: Estimate) -> int | None:
+        if self.offload is None or estimate.external is None or estimate.predicted is None:
+            return None
+        return estimate.external.num_tokens
+
     def _external(self, estimate: Estimate, num_cached_tokens: int | None) -> int | None:
         """Of the hit, what the GPU did not hold: the engine reports the sum only. None where that cannot be told."""
         if estimate.external is None or estimate.predicted is None or num_cached_tokens is None:
@@ -293,7 +324,7 @@ class CacheBooks:
             in_flight=sent.in_flight - max(actual, sent.in_flight_start),
             elsewhere=replace(estimate.elsewhere, in_flight=sent.in_flight),
             recomputed_tokens=recomputed,
-            external_predicted=None if estimate.external is None or estimate.predicted is None else estimate.external.num_tokens,
+            external_predicted=self._external_predicted(estimate),
             external=self._external(estimate, num_cached_tokens),
             # What was resident when it was sent, left while it ran and is missing in its count: the count is of the run after that.
             recomputed_in_gap=first < estimate.num_resident_blocks and self._recomputed(estimate, sent, first, first + 1) > 0,

@@ -66,7 +66,9 @@ class Metrics:
         self.state_response_saves = self._counter("state_response_saves", "Responses written to Redis")
         self.state_failures = self._counter("state_failures", "Calls to Redis that gave nothing, by reason", "reason")
         self.ended_sessions = self._counter(
-            "ended_sessions", "Sessions that have ended, by how it is known: said, joined to their parent, or inferred from silence", "how"
+            "ended_sessions",
+            "Sessions that have ended, by how it is known: said, joined to their parent, or inferred from silence or succession",
+            "how",
         )
         self.first_token = Histogram(
             "agentserve_time_to_first_token_seconds", "From request to first generated token", registry=self.registry, buckets=SECONDS
@@ -112,9 +114,9 @@ class Metrics:
         if hits.actual is not None:
             self.cached_tokens.inc(hits.actual)
             self.known_prompt_tokens.inc(hits.num_prompt_tokens)
-        if hits.external_predicted is not None and hits.external is not None:
-            self.external_predicted_tokens.inc(hits.external_predicted)
+        if hits.external is not None:
             self.external_tokens.inc(hits.external)
+            self.external_predicted_tokens.inc(hits.external_predicted or 0)
         for cause, tokens in (hits.missed or {}).items():
             self.missed_tokens.labels(cause.value).inc(tokens)
         if plan.divergence is not None:

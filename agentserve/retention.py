@@ -110,12 +110,7 @@ class Retention:
     async def admitted(self, ask: Ask) -> AsyncIterator[Life]:
         """Step 4 of a turn: a ticket for the length of the `with` block, after a wait if there is no room."""
         session, place = ask.session, ask.place
-        is_aside = is_side_request(
-            num_messages=place.node.depth,
-            num_tools=len(place.node.head.tools),
-            max_output_tokens=ask.options.max_tokens,
-            session_has_tools=any(tip.head.tools for tip in session.tips),
-        )
+        is_aside = _is_aside(session, place, ask.options)
         admission = self._admission(ask, is_aside=is_aside)
         life = Life(ask.replica, session, admission, from_user=_from_user(place.node))
         if is_aside:
@@ -136,8 +131,8 @@ class Retention:
 
     def turn_hints(self, replica: Replica, session: Session, place: Place, options: TurnOptions) -> Mapping[str, str]:
         """What the turn's request carries for the engine's plugin."""
-        is_probe = is_side_request(num_messages=1, num_tools=1, max_output_tokens=options.max_tokens, session_has_tools=False)
-        return replica.hints.xargs(TurnHints(branch_id=_branch_id(session, place), fate=Fate.ONE_SHOT if is_probe else Fate.LIVE))
+        fate = Fate.ONE_SHOT if _is_aside(session, place, options) else Fate.LIVE
+        return replica.hints.xargs(TurnHints(branch_id=_branch_id(session, place), fate=fate))
 
     def end_said(self, namespace: Namespace, session_id: str) -> None:
         """The client has deleted the session, or said that its last turn was the last."""
@@ -172,7 +167,7 @@ class Retention:
 
     def _asked(self, ask: Ask, life_id: str) -> None:
         session, namespace, relation = ask.session, ask.namespace, ask.relation
-        is_known = not self.lifecycle.is_over(life_id)
+        is_new, is_known = life_id not in self.lifecycle, not self.lifecycle.is_over(life_id)
         changed = self.lifecycle.turn_started(
             life_id,
             self._clock(),
@@ -183,7 +178,7 @@ class Retention:
         )
         if relation.kind is TurnKind.EXACT and is_known:
             changed += self.lifecycle.output_seen_again(life_id, echoed=True)
-        self._changed(changed, "joined")
+        self._changed(changed, "inferred" if is_new else "joined")
 
     def _waits(self, ask: Ask) -> None:
         """Its blocks are about to be used: they go last for a while."""
@@ -243,6 +238,16 @@ def _engine_id(life_id: str) -> str:
 def _branch_id(session: Session, place: Place) -> str | None:
     """Which of the session's conversations this is: those of one head are taken for one, as long as they do not run at the same time."""
     return None if session.running > 1 else f"{id(place.node.head):x}"
+
+
+def _is_aside(session: Session, place: Place, options: TurnOptions) -> bool:
+    return is_side_request(
+        num_messages=place.node.depth,
+        num_tools=len(place.node.head.tools),
+        max_output_tokens=options.max_tokens,
+        session_has_tools=any(tip.head.tools for tip in session.tips),
+        is_named=session.named,
+    )
 
 
 def _from_user(node: Node) -> bool:

@@ -122,11 +122,12 @@ class StateSettings(Part):
 
 
 class OffloadSettings(Part):
-    tier: Literal["off", "lmcache"] = Field(
+    tier: Literal["off", "lmcache", "exclusive"] = Field(
         "off",
-        description="lmcache: an LMCache server behind the KV cache. Started beside the embedded engine; with --engine-url, followed.",
+        description="lmcache: an LMCache server behind the KV cache, started beside the embedded engine; with --engine-url, followed. "
+        "exclusive: the engine's plugin keeps what leaves the KV cache.",
     )
-    bytes: int = Field(1 << 30, ge=1 << 20, description="Memory of the LMCache server that is started, bytes over all ranks.")
+    bytes: int = Field(1 << 30, ge=1 << 20, description="Memory of the tier that is started, bytes over all ranks.")
     chunk_tokens: int = Field(
         256, ge=32, description="Tokens of a chunk, which the tier keeps or loses as one: a multiple of the block size."
     )

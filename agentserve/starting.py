@@ -82,7 +82,7 @@ def check_alike(first: Engine, others: Iterable[Engine]) -> None:
 async def start_offload(settings: Settings, progress: Callable[[str], None], stack: AsyncExitStack) -> LmcacheServer | None:
     """The cache server beside the embedded engine, if the settings ask for one. Raises SetupError."""
     options = settings.offload
-    if options.tier == "off" or settings.engine.url is not None:
+    if options.tier != "lmcache" or settings.engine.url is not None:
         return None
     url = options.url.get_secret_value() if options.url else None
     tier = LmcacheServer(LmcacheOptions(options.bytes, options.chunk_tokens, settings.engine.block_size, url), progress=progress)
@@ -94,7 +94,7 @@ async def start_offload(settings: Settings, progress: Callable[[str], None], sta
 def follow_offload(settings: Settings, mirror: Mirror, tier: LmcacheServer | None) -> Offload | None:
     """The books of the tiers behind the engine, fed by what the mirror hears. Raises SetupError."""
     options = settings.offload
-    if options.tier == "off":
+    if options.tier != "lmcache":
         return None
     if options.chunk_tokens % mirror.block_size:
         raise SetupError(f"--offload-chunk-tokens must be a multiple of the engine's block of {mirror.block_size} tokens")
@@ -102,6 +102,7 @@ def follow_offload(settings: Settings, mirror: Mirror, tier: LmcacheServer | Non
     offload = Offload(mirror.block_size, options.chunk_tokens, has_remote=options.url is not None, memory=memory)
     mirror.on_batch = offload.apply
     if tier is not None:
+        offload.ranks = tier.ranks.lookups
         tier.on_change = lambda is_up: offload.started() if is_up else offload.stopped()
     return offload
 
@@ -125,7 +126,7 @@ def make_engines(settings: Settings, progress: Callable[[str], None], tier: Lmca
             block_size=options.block_size,
             max_model_len=options.max_model_len,
             tensor_parallel=options.tensor_parallel,
-            plugin=plugin_options(options.plugin),
+            plugin=plugin_options(options.plugin, settings.offload.bytes if settings.offload.tier == "exclusive" else 0),
             start_timeout_seconds=options.start_seconds,
             extra_args=tier.engine_args if tier is not None else (),
         ),

@@ -67,7 +67,7 @@ class Turn:
         self.outcome: Outcome | None = None
         self.parser: OutputParser = turns.chat.parser(ask.place.node.head.tools)
         self.plan = plan_of(ask)
-        self._sent: Sent = ask.replica.books.send(ask.estimate)  # last: from here on there is something to give back
+        self._sent: Sent = ask.replica.books.send(ask.estimate, ask.session)  # last: from here on there is something to give back
 
     async def deltas(self, stop: tuple[str, ...] = ()) -> AsyncGenerator[list[Delta], None]:
         """What the model says, as it says it; the engine's request is aborted if the iteration is closed early."""
@@ -118,13 +118,13 @@ class Turn:
 
     def _move_to(self, replica: Replica) -> None:
         """Let another engine compute the prompt."""
-        self._ask.replica.books.prefilled(self._sent)
+        self._ask.replica.books.ended(self._sent)
         self._ask.replica.twins.computed(self._ask.request.request_id)
         estimate = self._turns.estimate(replica, self._ask.session, self._ask.place)
         self._ask = replace(self._ask, replica=replica, estimate=estimate)
         self._life.engine = replica
         self._running.move_to(replica, estimate.num_prompt_tokens - (estimate.predicted or 0))
-        self._sent = replica.books.send(self._ask.estimate)
+        self._sent = replica.books.send(self._ask.estimate, self._ask.session)
 
     def another(self, number: int) -> Turn:
         """Another answer to the same prompt, the `number`-th; to be made once the engine has computed that. Ends when this turn does."""
@@ -147,7 +147,7 @@ class Turn:
         """Commit what was generated before the turn broke off. Does nothing more after a whole turn."""
         for other in self._others:
             other.abandon()
-        self._ask.replica.books.prefilled(self._sent)
+        self._ask.replica.books.ended(self._sent)
         if self.outcome is None and self._generated:
             self.parser.finish()
             self._commit(self.parser.item())

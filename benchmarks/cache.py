@@ -40,6 +40,8 @@ def measure(options: Options) -> Result:
     }
     rows = [Row(name, {"figure": value}) for name, value in figures.items()]
     rows.append(Row("with decoding: block events per second", {"figure": speed.wire_block_events_per_second}))
+    rows.append(Row("with decoding and the prompts' packing", {"figure": speed.packed_block_events_per_second}))
+    rows.append(Row("with decoding, prompts of others", {"figure": speed.foreign_block_events_per_second}))
     rows.append(Row("bytes per block, midway", {"figure": speed.bytes_per_block_midway}))
     rows.append(Row(f"predicted within a block, {cache_engine.NUM_AT_ONCE} turns at once", {"figure": played.crowded_within_block_share}))
     for agreement in played.agreements:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from prefix_cache.blocks import HashChain
+from prefix_cache.blocks import HashChain, root_hash
 from prefix_cache.events import BlockRemoved, BlockStored, Event, EventBatch, decode_batch
 from prefix_cache.mirror import Mirror
 from prefix_cache.tree import PrefixTree
@@ -32,22 +32,46 @@ class Speed:
 
     block_events_per_second: float
     wire_block_events_per_second: float
+    """Of prompts that this server sent."""
+    packed_block_events_per_second: float
+    """The same with what it costs to note such a prompt when it is sent."""
+    foreign_block_events_per_second: float
+    """Of prompts that it did not send, each id of which is decoded."""
     matches_per_second: float
     bytes_per_block: float
     bytes_per_block_midway: float
 
 
 def measure(*, quick: bool) -> Speed:
-    applied, wire = _event_rates(20 if quick else 60)
+    num_prompts = 20 if quick else 60
+    own, foreign = _event_seconds(num_prompts, is_own=True), _event_seconds(num_prompts, is_own=False)
+    num_events = 2 * num_prompts * NUM_BLOCKS
     midway, end = _memory(NUM_UNIQUE_QUICK if quick else NUM_UNIQUE)
-    return Speed(applied, wire, _match_rate(), end, midway)
+    return Speed(
+        num_events / own.apply,
+        num_events / (own.apply + own.decode),
+        num_events / (own.apply + own.decode + own.send),
+        num_events / (foreign.apply + foreign.decode),
+        _match_rate(),
+        end,
+        midway,
+    )
 
 
 def _prompt(rng: random.Random) -> array[int]:
     return array("I", (rng.randrange(VOCABULARY) for _ in range(NUM_BLOCKS * BLOCK_SIZE)))
 
 
-def _event_rates(num_prompts: int) -> tuple[float, float]:
+@dataclass(slots=True)
+class _Seconds:
+    """CPU seconds of the steps of the same events."""
+
+    send: float = 0.0
+    decode: float = 0.0
+    apply: float = 0.0
+
+
+def _event_seconds(num_prompts: int, *, is_own: bool) -> _Seconds:
     """Whole prompts are stored, then leave from their ends: half of them a block at a time as stock vLLM evicts, half in one event."""
     rng = random.Random(1)
     ids = _prompt(rng)
@@ -56,24 +80,33 @@ def _event_rates(num_prompts: int) -> tuple[float, float]:
     for number in range(num_prompts):
         names = [rng.getrandbits(64) for _ in range(NUM_BLOCKS)]
         ids[0] = number
-        stores.append(BlockStored(list(names), None, ids.tolist(), BLOCK_SIZE, medium="GPU", extra_keys=[None] * NUM_BLOCKS, group_idx=0))
+        stored = BlockStored(list(names), None, ids.tolist(), BLOCK_SIZE, medium="GPU", extra_keys=[None] * NUM_BLOCKS, group_idx=0)
+        stored.session_id = str(number)
+        stores.append(stored)
         names.reverse()
         singles: list[Event] = [BlockRemoved([name], "GPU", 0) for name in names]
         removals.append(singles if number % 2 else [BlockRemoved(list(names), "GPU", 0)])
     batches: list[list[Event]] = [[store] for store in stores]
     messages = [msgspec.msgpack.encode([float(number), events, 0]) for number, events in enumerate(batches + removals)]
     mirror = Mirror(BLOCK_SIZE)
-    decode_seconds = apply_seconds = 0.0
+    seconds = _Seconds()
     for number, message in enumerate(messages):
+        ids[0] = number
+        chain = HashChain(BLOCK_SIZE)
+        chain.extend(ids)
         started = time.thread_time()
-        batch = decode_batch(message)
+        if is_own and number < num_prompts:
+            mirror.sent.add(str(number), ids, chain.hashes, 0, NUM_BLOCKS, root_hash())
+        sent = time.thread_time()
+        batch = decode_batch(message, mirror.sent)
         decoded = time.thread_time()
         mirror.apply(number, batch)
-        apply_seconds += time.thread_time() - decoded
-        decode_seconds += decoded - started
+        seconds.apply += time.thread_time() - decoded
+        seconds.decode += decoded - sent
+        seconds.send += sent - started
     assert mirror.num_resident_blocks == 0
-    num_events = 2 * num_prompts * NUM_BLOCKS
-    return num_events / apply_seconds, num_events / (apply_seconds + decode_seconds)
+    assert mirror.sent.num_known_events == (num_prompts if is_own else 0)
+    return seconds
 
 
 def _match_rate() -> float:

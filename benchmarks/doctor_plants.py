@@ -116,6 +116,15 @@ def _no_seed(facts: Facts) -> Facts:
     return replace(facts, engines=[engine], lmcache=lmcache)
 
 
+def _other_lmcache_algorithm(facts: Facts) -> Facts:
+    other = {"mp": {"chunk_size": 256, "hash_algorithm": "sha256_cbor"}, "storage_manager": {"read_ttl_seconds": 7200}}
+    return replace(facts, lmcache=[facts.lmcache[0], replace(facts.lmcache[1], config=other)])
+
+
+def _other_algorithm(facts: Facts) -> Facts:
+    return replace(facts, engines=[facts.engine, replace(facts.engine, metrics=_metrics(prefix_caching_hash_algo="sha256_cbor"))])
+
+
 def _without(metric: bytes) -> bytes:
     return b"\n".join(line for line in _metrics().splitlines() if metric not in line)
 
@@ -123,6 +132,8 @@ def _without(metric: bytes) -> bytes:
 PLANTS: tuple[Plant, ...] = (
     Plant("another hash seed in one process", "hash_seed", _other_seed),
     Plant("random hash seeds", "hash_seed", _no_seed),
+    Plant("another hash algorithm in one engine", "hash_seed", _other_algorithm),
+    Plant("another hash algorithm in one LMCache", "hash_seed", _other_lmcache_algorithm),
     Plant("a chunk of one and a half blocks", "block_and_chunk", _lmcache(mp={"chunk_size": 192})),
     Plant(
         "events of other blocks",

@@ -26,8 +26,8 @@ from benchmarks.contenders import ContenderFailed
 from benchmarks.live_rung import LiveRung, live_rung
 from benchmarks.public_simulator import PUBLIC, SideBySide, side_by_side
 from benchmarks.report import Options, Result, Row
+from benchmarks.tuned_arms import TunedArm, figures_of, said_of, tuned_arms
 from replays.generator import GeneratorSettings, generate_sessions
-from replays.return_prior import CONTEXT_TOKENS
 from replays.simulator.cost import CostModel
 from replays.simulator.engine import Engine
 from replays.simulator.grid import ENDS
@@ -36,14 +36,8 @@ from replays.simulator.pool import BlockPool
 from replays.simulator.published import RUNS, compare, read_record
 from replays.simulator.run import SimulationOptions, simulate
 from replays.simulator.scripts import Script
-from replays.simulator.tiers import TierOptions
 from replays.simulator.workload import Reading, read_workload
 from replays.traces import Session, TraceSet
-from replays.tuner.front import winner
-from replays.tuner.judge import judge
-from replays.tuner.search import open_study, processes, search, tried
-from replays.tuner.space import space_of
-from replays.tuner.split import split
 from tests import test_simulator_pool as pool_rung
 from tests import test_simulator_vllm as vllm_rung
 from tests.block_reference import BlockByBlock
@@ -53,7 +47,6 @@ POLICIES = ("lru", "dead_first", "class_hazard")
 CAPACITY_TOKENS = 6_264_960
 STREAMS = 42
 """Where LRU loses about what the published run loses, on sessions like these."""
-TRIALS, SEEDS = 60, (1, 2, 3)
 _STATUS = Console(stderr=True)
 
 
@@ -86,7 +79,7 @@ def _measure(options: Options, folder: Path) -> Result:
     with _STATUS.status("public simulator"):
         public = _beside(traces, options, folder)
     with _STATUS.status("tuning"):
-        closed = {} if options.quick else tuned_gap_closed(scripts)
+        arms = () if options.quick else tuple(tuned_arms(scripts, CAPACITY_TOKENS, STREAMS))
     with _STATUS.status("published points"):
         points = published_points(simulate_again=not options.quick)
     with _STATUS.status("a real engine"):
@@ -103,9 +96,8 @@ def _measure(options: Options, folder: Path) -> Result:
         "speedup_over_public": None if public is None else public.speedup,
         "speedup_over_public_python": None if public is None else public.speedup_over_python,
         "public_hit_difference_points": None if public is None else 100 * (public.our_hit_rate - public.theirs.hit_rate),
-        "tuned_gap_closed_share": dict(closed),
-    }
-    return _result(errors, speeds, public, figures)
+    } | figures_of(arms)
+    return _result(errors, speeds, public, arms, figures)
 
 
 def _generated(folder: Path, num_sessions: int) -> Path:
@@ -221,30 +213,6 @@ def _sample(traces: Path, most: int) -> list[Session]:
     return [session for session in (found[index] for index in range(0, len(found), step)) if session.root.requests][:most]
 
 
-ARMS: dict[str, tuple[str, TierOptions | None]] = {
-    "ends inferred": ("inferred", None),
-    "ends said": ("said", None),
-    "ends inferred, exclusive tier of 1.5 M tokens": ("inferred", TierOptions(1_500_000)),
-}
-
-
-def tuned_gap_closed(scripts: Sequence[Script]) -> dict[str, float | None]:
-    """By arm: the share of plain LRU's gap that the tuner's winner closes on a held-back fifth of the sessions."""
-    tuned, held_back = split(scripts, 0.2)
-    space = space_of(("dead_first", "class_hazard", "ttl", "slru"))
-    closed: dict[str, float | None] = {}
-    for arm, (ends, tier) in ARMS.items():
-        loop = LoopOptions(concurrency=STREAMS)
-        base = SimulationOptions(capacity_tokens=CAPACITY_TOKENS, knowledge=ENDS[ends], tier=tier, context_tokens=CONTEXT_TOKENS, loop=loop)
-        study = open_study(None, arm, space, SEEDS[0])
-        with processes(tuned, 2) as executor:
-            search(study, space, base, SEEDS, TRIALS, executor, 2, lambda done, total: None)
-        with processes(held_back, 2) as executor:
-            first, *_ = judge(executor, base, winner(tried(study)).setting, SEEDS)
-        closed[arm] = first.closed_share
-    return closed
-
-
 def published_points(*, simulate_again: bool) -> list[dict[str, object]]:
     """Published figures and what the simulator makes of them: now, or as recorded (a test repeats the record)."""
     found = [point for run in RUNS for point in compare(run)] if simulate_again else read_record()
@@ -268,7 +236,13 @@ def _public_rows(public: SideBySide) -> list[Row]:
     ]
 
 
-def _result(errors: Mapping[str, int], speeds: Sequence[Speed], public: SideBySide | None, figures: Mapping[str, object]) -> Result:
+def _result(
+    errors: Mapping[str, int],
+    speeds: Sequence[Speed],
+    public: SideBySide | None,
+    arms: Sequence[TunedArm],
+    figures: Mapping[str, object],
+) -> Result:
     rows = [Row(speed.policy, {"turns": speed.num_turns, "CPU s": speed.seconds, "peak MB": speed.peak_bytes / 1e6}) for speed in speeds]
     if public is not None:
         rows += _public_rows(public)
@@ -279,6 +253,7 @@ def _result(errors: Mapping[str, int], speeds: Sequence[Speed], public: SideBySi
         notes=(
             f"C++ and Python: {PUBLIC.requirement}, its two cores, one LRU point on the same prompts without reading them",
             *(f"{name}: {value}" for name, value in errors.items()),
+            *(said_of(arm) for arm in arms),
         ),
         figures=figures,
     )

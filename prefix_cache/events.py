@@ -13,6 +13,8 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from prefix_cache.sent_prompts import SentPrompts
+
 EngineHash: TypeAlias = int | bytes
 """A block's name on the wire: the low 64 bits of the engine's hash as an int, or all of it as bytes."""
 
@@ -56,8 +58,14 @@ class AllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared", gc=False):
     """The engine's prefix cache was reset."""
 
 
-class _BlockStoredArray(BlockStored, array_like=True, tag="BlockStored", gc=False):
-    pass
+class _PackedStored(BlockStored, tag="BlockStored", gc=False):
+    """As it comes: ids cost most, and may be known. `decode_batch` puts them in."""
+
+    token_ids: msgspec.Raw
+
+
+class _PackedStoredArray(BlockStored, array_like=True, tag="BlockStored", gc=False):
+    token_ids: msgspec.Raw
 
 
 class _BlockRemovedArray(BlockRemoved, array_like=True, tag="BlockRemoved", gc=False):
@@ -69,7 +77,8 @@ class _AllBlocksClearedArray(AllBlocksCleared, array_like=True, tag="AllBlocksCl
 
 
 Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
-_ArrayEvent: TypeAlias = _BlockStoredArray | _BlockRemovedArray | _AllBlocksClearedArray
+_MapEvent: TypeAlias = _PackedStored | BlockRemoved | AllBlocksCleared
+_ArrayEvent: TypeAlias = _PackedStoredArray | _BlockRemovedArray | _AllBlocksClearedArray
 
 
 class EventBatch(msgspec.Struct, frozen=True):
@@ -86,7 +95,7 @@ class MalformedBatch(ValueError):
 
 class _MapBatch(msgspec.Struct, array_like=True):
     ts: float
-    events: list[Event]
+    events: list[_MapEvent]
 
 
 class _ArrayBatch(msgspec.Struct, array_like=True):
@@ -108,21 +117,27 @@ _ARRAY_BATCH = msgspec.msgpack.Decoder(_ArrayBatch)
 _RAW_BATCH = msgspec.msgpack.Decoder(_RawBatch)
 _TAGGED_MAP = msgspec.msgpack.Decoder(_TaggedMap)
 _TAGGED_ARRAY = msgspec.msgpack.Decoder(list[Any])
-_MAP_EVENT = msgspec.msgpack.Decoder(Event)
+_MAP_EVENT = msgspec.msgpack.Decoder(_MapEvent)
 _ARRAY_EVENT = msgspec.msgpack.Decoder(_ArrayEvent)
+_IDS = msgspec.msgpack.Decoder(list[int])
 _KINDS = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
 
 
-def decode_batch(payload: bytes) -> EventBatch:
-    """Decode one message. Raises `MalformedBatch`."""
+def decode_batch(payload: bytes, sent: SentPrompts | None = None) -> EventBatch:
+    """Decode one message; ids of blocks that were `sent` are taken from there. Raises `MalformedBatch`."""
     batch = _decode(payload)
     try:
         for event in batch.events:
-            if isinstance(event, BlockStored):
-                event.token_ids = flat_ids(event.token_ids)
-    except OverflowError as error:
+            if isinstance(event, _PackedStored | _PackedStoredArray):
+                event.token_ids = _ids(event.token_ids, event.session_id, sent)  # type: ignore[assignment]  # as above
+    except (OverflowError, msgspec.MsgspecError) as error:
         raise MalformedBatch(f"a token id that is none: {error}") from error
     return batch
+
+
+def _ids(packed: msgspec.Raw, session_id: str | None, sent: SentPrompts | None) -> array[int]:
+    known = sent.announced(session_id, memoryview(packed)) if sent is not None else None
+    return array("I", _IDS.decode(packed)) if known is None else known
 
 
 def _decode(payload: bytes) -> EventBatch:

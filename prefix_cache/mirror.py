@@ -19,6 +19,7 @@ from typing import cast
 from prefix_cache.blocks import BlockHash
 from prefix_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event, EventBatch
 from prefix_cache.residency import Residency
+from prefix_cache.sent_prompts import SentPrompts
 
 FULL_ATTENTION_KINDS = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
 """KV group kinds whose blocks a hit needs from the first token on. None: an engine that does not say has one such group."""
@@ -77,6 +78,8 @@ class Mirror:
         self.num_explained_contradictions = 0
         self.on_batch: Callable[[EventBatch], None] | None = None
         """Called with each batch when it is applied: in order, once. For those who follow other media of the same stream."""
+        self.sent = SentPrompts(block_size)
+        """For those who decode the engine's events."""
         self._medium = medium
         self._max_blocks = max_blocks
         self._max_held_batches = max_held_batches
@@ -167,6 +170,28 @@ class Mirror:
             (group,) = groups
             return group.match(hashes, start)
         return min([group.match(hashes, start) for group in groups])
+
+    def touch(self, hashes: Sequence[BlockHash], num_blocks: int) -> None:
+        """A request uses the first `num_blocks` of `hashes` now. Of blocks that nobody speaks of, the events tell when they were stored."""
+        for group in self._groups.values():
+            group.touch(hashes, num_blocks)
+
+    def num_announced(self, hashes: Sequence[BlockHash], num_blocks: int) -> int:
+        """How many of the first `num_blocks` of `hashes`, from the first on, events have told of: in every group."""
+        return min(group.num_announced(hashes, num_blocks) for group in self._groups.values())
+
+    def num_left(self, hashes: Sequence[BlockHash], num_matched: int, num_taken: int) -> int:
+        """How many of the first `num_matched` of `hashes`, which match, stay when the engine needs room for `num_taken` blocks.
+
+        That is said of an engine that evicts by last use alone, and has one KV group: several share their pool.
+        """
+        groups = tuple(self._groups.values())
+        return groups[0].num_left(hashes, num_matched, num_taken) if len(groups) == 1 else num_matched
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Blocks of the engine's pool that hold something resident, copies counted."""
+        return sum(group.num_blocks + group.num_copies for group in self._groups.values())
 
     def resident_hashes(self) -> set[BlockHash]:
         """All blocks that are resident in every group, whatever is before them. Costs a walk: for tests and reports."""

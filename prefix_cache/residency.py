@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -17,6 +17,7 @@ import xxhash
 from prefix_cache.blocks import TOKEN_BYTES, BlockHash, chain_hashes, root_hash
 from prefix_cache.events import BlockStored, EngineHash, flat_ids
 from prefix_cache.runs import NAME_BYTES, Run, Runs
+from prefix_cache.sent_prompts import SentBlocks
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
@@ -75,7 +76,7 @@ class Residency:
         names = _names(event.block_hashes)
         if not names:
             return
-        at = self._runs.find(_name(event.parent_block_hash)) if event.parent_block_hash is not None else None
+        at = self._runs.find(block_name(event.parent_block_hash)) if event.parent_block_hash is not None else None
         parent = self._parent_hash(event, at)
         if parent is None:
             self._enter_unresolved(names)
@@ -127,6 +128,42 @@ class Residency:
             else:
                 break
         return max(start, index)
+
+    def touch(self, hashes: Sequence[BlockHash], num_blocks: int) -> None:
+        """The first `num_blocks` of `hashes`, as far as they were announced, are used now; the engine frees them from the last one on."""
+        for run, used in reversed(list(self._announced(hashes, num_blocks))):
+            self._runs.use(run, used)
+
+    def num_announced(self, hashes: Sequence[BlockHash], num_blocks: int) -> int:
+        """How many of the first `num_blocks` of `hashes`, from the first on, the engine has announced."""
+        return sum(held for _, held in self._announced(hashes, num_blocks))
+
+    def num_left(self, hashes: Sequence[BlockHash], num_matched: int, num_taken: int) -> int:
+        """How many of the first `num_matched` of `hashes`, which are here, stay when the `num_taken` blocks used the longest ago go."""
+        index, left = 0, self._runs.without_oldest(num_taken)
+        while index < num_matched:
+            run = self._runs.heads.get(hashes[index])
+            if run is None:  # known from usage
+                index += 1
+                continue
+            equal = run.num_equal(hashes, index)
+            if left.get(run, equal) < equal:
+                return min(num_matched, index + left[run])
+            index += equal
+        return num_matched
+
+    @property
+    def num_copies(self) -> int:
+        """Blocks that stand here beyond the first of their name."""
+        return sum(self._copies.values())
+
+    def _announced(self, hashes: Sequence[BlockHash], num_blocks: int) -> Iterator[tuple[Run, int]]:
+        """Runs that hold the first blocks of `hashes`, with the number of those in each."""
+        index = 0
+        while index < num_blocks and (run := self._runs.heads.get(hashes[index])) is not None:
+            held = min(run.num_equal(hashes, index), num_blocks - index)
+            yield run, held
+            index += held
 
     def resident_hashes(self) -> set[BlockHash]:
         """Blocks that the engine announced and those known from usage."""
@@ -198,7 +235,7 @@ class Residency:
             return at[0].hash_at(at[1])
         anchor = self._find_anchor(event)
         if anchor is not None:
-            self._enter_parent(_name(event.parent_block_hash), anchor)
+            self._enter_parent(block_name(event.parent_block_hash), anchor)
         return anchor
 
     def _find_anchor(self, event: BlockStored) -> BlockHash | None:
@@ -290,7 +327,7 @@ class Residency:
 
     def _adopt_later(self, event: BlockStored) -> None:
         assert event.parent_block_hash is not None
-        siblings = self._orphans.setdefault(_name(event.parent_block_hash), [])
+        siblings = self._orphans.setdefault(block_name(event.parent_block_hash), [])
         siblings.append(event)
         del siblings[:-_MAX_SIBLINGS]
         _trim(self._orphans, _MAX_ORPHANS)
@@ -317,8 +354,11 @@ class Residency:
 
 def _block_hashes(event: BlockStored, parent: BlockHash) -> list[BlockHash]:
     """Our hashes of the event's blocks below `parent`. What else the engine hashed (images, embeddings) is mixed in and so isolates."""
-    token_bytes = flat_ids(event.token_ids).tobytes()
     keys = [_other_keys(event, index) for index in range(len(event.extra_keys or ()))] if event.extra_keys and any(event.extra_keys) else []
+    known = event.token_ids
+    if not any(keys) and isinstance(known, SentBlocks) and known.parent == parent:
+        return list(known.hashes)
+    token_bytes = flat_ids(event.token_ids).tobytes()
     if not any(keys):
         return chain_hashes(parent, token_bytes, event.block_size)
     step = event.block_size * TOKEN_BYTES
@@ -352,10 +392,10 @@ def _names(hashes: Sequence[EngineHash]) -> Sequence[int]:
     try:
         return array("Q", hashes)  # type: ignore[arg-type]  # what is no int raises
     except (TypeError, OverflowError):
-        return [_name(name) for name in hashes]
+        return [block_name(name) for name in hashes]
 
 
-def _name(name: EngineHash) -> int:
+def block_name(name: EngineHash) -> int:
     """The engine's hash in 64 bits: what it sends by default is the low end of the long form."""
     return name & _NAME_MASK if isinstance(name, int) else int.from_bytes(name[-NAME_BYTES:], "big")
 

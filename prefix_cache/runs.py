@@ -6,6 +6,8 @@ A block hash is chained, so within a run each block is the only parent of the ne
 * engines evict the end of a chain before its beginning: a removal nearly always takes the last block of a run.
 
 Any other removal cuts the run in two, and any other look-up by the engine's name searches all names (memmem, some 50 µs for 50,000 blocks).
+
+Who uses a block uses all before it, so a run's blocks were last used the later the nearer they are to its head: few stretches say when.
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ HASH_BYTES = 16
 class Run:
     """Consecutive blocks: engine names in 8 bytes each, our hashes in 16. `hashes` is empty while the chain up to them is not known."""
 
-    __slots__ = ("hashes", "names")
+    __slots__ = ("hashes", "names", "uses")
 
     def __init__(self, names: bytes | bytearray, hashes: bytes | bytearray) -> None:
         self.names = bytearray(names)
         self.hashes = bytearray(hashes)
+        self.uses: list[tuple[int, int]] = []
+        """Leading blocks, and the number of their last use: all blocks first, then fewer that were used later."""
 
     def __len__(self) -> int:
         return len(self.names) // NAME_BYTES
@@ -65,7 +69,7 @@ class Run:
 class Runs:
     """All runs of one cache. Names are ints below 2^64; each name stands once."""
 
-    __slots__ = ("_runs", "_tails", "heads", "num_blocks", "num_unresolved")
+    __slots__ = ("_num_uses", "_runs", "_tails", "_used", "heads", "num_blocks", "num_unresolved")
 
     def __init__(self) -> None:
         self._runs: dict[Run, None] = {}
@@ -73,6 +77,9 @@ class Runs:
         self.heads: dict[BlockHash, Run] = {}
         """Runs by their first block. Read only."""
         self._tails: dict[int, Run] = {}
+        self._used: dict[int, Run] = {}
+        """By the number of a use that is the last one of some blocks; the longest ago first."""
+        self._num_uses = 0
         self.num_blocks = 0
         self.num_unresolved = 0
 
@@ -80,6 +87,7 @@ class Runs:
         self._runs.clear()
         self.heads.clear()
         self._tails.clear()
+        self._used.clear()
         self.num_blocks = self.num_unresolved = 0
 
     def __iter__(self) -> Iterator[Run]:
@@ -130,8 +138,30 @@ class Runs:
             run.names += packed
             run.hashes += joined
             self._tails[names[-1]] = run
+            self.use(run, len(run))
         else:
             self._enter(Run(packed, joined))
+
+    def use(self, run: Run, num_blocks: int) -> None:
+        """The first `num_blocks` of a run are used now."""
+        uses = run.uses
+        while uses and uses[-1][0] <= num_blocks:
+            del self._used[uses.pop()[1]]
+        self._num_uses += 1
+        uses.append((num_blocks, self._num_uses))
+        self._used[self._num_uses] = run
+
+    def without_oldest(self, num_blocks: int) -> dict[Run, int]:
+        """Blocks that are left of each run that loses some, when those used the longest ago go, a chain's last ones first."""
+        left: dict[Run, int] = {}
+        for number, run in self._used.items():
+            if num_blocks <= 0:
+                break
+            stop = left.get(run, len(run))
+            start = next((later for later, use in run.uses if use > number), 0)
+            left[run] = max(start, stop - num_blocks)
+            num_blocks -= stop - left[run]
+        return left
 
     def take(self, names: Sequence[int]) -> Iterator[list[BlockHash]]:
         """Remove the blocks of these names, if they are here; gives the hashes of those that had one, in portions."""
@@ -172,12 +202,23 @@ class Runs:
         assert all(not run.hashes or len(run.hashes) == HASH_BYTES * len(run) for run in self._runs)
         assert self._tails == {_last_name(run): run for run in self._runs}
         assert self.heads == {run.hash_at(0): run for run in self._runs if run.hashes}
+        assert self._used == {number: run for run in self._runs for _, number in run.uses}
+        assert all(run.uses[0][0] == len(run) and run.uses == sorted(run.uses, key=lambda use: (-use[0], use[1])) for run in self._runs)
 
     def _enter(self, run: Run) -> None:
         self._runs[run] = None
         self._tails[_last_name(run)] = run
         if run.hashes:
             self.heads[run.hash_at(0)] = run
+        self.use(run, len(run))
+
+    def _shorten_uses(self, run: Run, num_blocks: int) -> None:
+        """Only the first `num_blocks` of a run are left."""
+        uses = run.uses
+        while uses and (not num_blocks or (len(uses) > 1 and uses[1][0] >= num_blocks)):
+            del self._used[uses.pop(0)[1]]
+        if uses:
+            uses[0] = num_blocks, uses[0][1]
 
     @staticmethod
     def _num_last(run: Run, names: Sequence[int], done: int) -> int:
@@ -194,6 +235,7 @@ class Runs:
     def _cut(self, run: Run, num_gone: int) -> list[BlockHash]:
         """Take the last blocks of a run."""
         del self._tails[_last_name(run)]
+        self._shorten_uses(run, len(run) - num_gone)
         gone = run.hashes[-num_gone * HASH_BYTES :] if run.hashes else b""
         self.num_blocks -= num_gone
         self.num_unresolved -= 0 if gone else num_gone
@@ -210,12 +252,13 @@ class Runs:
         return [packed[at : at + HASH_BYTES] for at in range(0, len(packed), HASH_BYTES)]
 
     def _cut_out(self, run: Run, index: int) -> list[BlockHash]:
-        """Take a block that is not the last of its run: what was behind it becomes a run of its own."""
+        """Take a block that is not the last of its run: what was behind it becomes a run of its own, which counts as used now."""
         behind = Run(run.names[(index + 1) * NAME_BYTES :], run.hashes[(index + 1) * HASH_BYTES :])
         del self._tails[_last_name(run)]
         del run.names[(index + 1) * NAME_BYTES :]
         del run.hashes[(index + 1) * HASH_BYTES :]
         self._tails[_last_name(run)] = run
+        self._shorten_uses(run, len(run))
         self._enter(behind)
         return self._cut(run, 1)
 

@@ -27,6 +27,8 @@ from replays.traces import Session, TraceSet
 
 BLOCK_TOKENS = 2048
 
+_STREAMS = 42
+
 _INFERRED = Knowledge(inferred=True)
 _SAID = Knowledge(ends=True)
 
@@ -40,6 +42,8 @@ class Arm:
     admission: str = "fcfs"
     admission_parameters: Mapping[str, float] = field(default_factory=dict)
     parameters: Mapping[str, float] = field(default_factory=dict)
+    num_clients: int = 0
+    """`LoopOptions.num_clients`."""
 
 
 def _working_set(policy: str, knowledge: Knowledge, **values: float) -> Arm:
@@ -57,6 +61,9 @@ ARMS: dict[str, Arm] = {
     "dead_first, ends inferred": Arm("dead_first"),
     "class_hazard, ends not known": Arm("class_hazard", Knowledge()),
     "class_hazard, ends inferred": Arm("class_hazard"),
+    "class_hazard, ends inferred, a client a lane": Arm("class_hazard", num_clients=_STREAMS),
+    "class_hazard, ends inferred, a client for 4 lanes": Arm("class_hazard", num_clients=_STREAMS // 4),
+    "class_hazard, ends inferred, one client": Arm("class_hazard", num_clients=1),
     "class_hazard, horizon 30 s": Arm("class_hazard", parameters={"horizon_seconds": 30}),
     "class_hazard, horizon 600 s": Arm("class_hazard", parameters={"horizon_seconds": 600}),
     "dead_first, ends said": Arm("dead_first", _SAID),
@@ -66,6 +73,8 @@ ARMS: dict[str, Arm] = {
     "prefix_first, lru": Arm(knowledge=Knowledge(cuts=False, generated=False), admission="prefix_first"),
     "working_set, lru": _working_set("lru", Knowledge(cuts=False, generated=False)),
     "working_set, ends inferred": _working_set("class_hazard", _INFERRED),
+    "working_set, ends inferred, a client a lane": replace(_working_set("class_hazard", _INFERRED), num_clients=_STREAMS),
+    "working_set, ends inferred, one client": replace(_working_set("class_hazard", _INFERRED), num_clients=1),
     "the same, held 60 s": _working_set("class_hazard", _INFERRED, hold_seconds=60),
     "the same, held 300 s": _working_set("class_hazard", _INFERRED, hold_seconds=300),
     "the same, alpha 1.0": _working_set("class_hazard", _INFERRED, alpha=1.0),
@@ -107,7 +116,7 @@ def options_of(arm: Arm, seed: int, *, blocks: int, streams: int, seconds: float
         max_num_seqs=64,
         context_tokens=CONTEXT_TOKENS,
         knowledge=arm.knowledge,
-        loop=LoopOptions(concurrency=streams, seed=seed, duration=seconds, window_in_turns=True),
+        loop=LoopOptions(concurrency=streams, seed=seed, duration=seconds, window_in_turns=True, num_clients=arm.num_clients),
         sample_seconds=60.0,
     )
 
@@ -159,7 +168,7 @@ def main(
     *,
     seeds: Annotated[int, Parameter(help="Runs of each arm.")] = 4,
     blocks: Annotated[int, Parameter(help="Of 2,048 tokens, in the KV cache.")] = 2100,
-    streams: Annotated[int, Parameter(help="Sessions that live at all times.")] = 42,
+    streams: Annotated[int, Parameter(help="Sessions that live at all times.")] = _STREAMS,
     seconds: Annotated[float, Parameter(help="Of profiling, in the trace's time.")] = 2700.0,
     arms: Annotated[tuple[str, ...], Parameter(help="Only these, beside the baseline (repeat the flag).")] = (),
     processes: Annotated[int, Parameter(help="That simulate at the same time.")] = 1,

@@ -167,9 +167,9 @@ async def test_a_turn_that_queued_is_predicted_as_the_cache_is_when_it_leaves_th
 class Books:
     """The books of one session over a mirror that a test feeds."""
 
-    def __init__(self) -> None:
+    def __init__(self, lru_blocks: int | None = None) -> None:
         self.mirror = Mirror(BLOCK)
-        self.books = CacheBooks(block_size=BLOCK, ceiling_tokens=100_000, mirror=self.mirror)
+        self.books = CacheBooks(block_size=BLOCK, ceiling_tokens=100_000, mirror=self.mirror, lru_blocks=lru_blocks)
         self.prompt = FlatPrompt(BLOCK)
         self.session = Session("s", None, self.prompt, 0.0, 0.0)
         self._seq = 0
@@ -202,6 +202,21 @@ def test_what_was_to_come_from_elsewhere_and_did_not_has_its_own_cause(known: di
     assert hits.missed is not None
     assert hits.missed[cause] == 320 - 5 * BLOCK
     assert hits.missed[Cause.EVICTED] == 640 - BLOCK - 320
+
+
+@pytest.mark.parametrize(("lru_blocks", "num_left"), [(12, 7), (100, 9), (None, 9)])
+def test_a_turn_is_predicted_without_the_blocks_that_a_running_one_will_take(lru_blocks: int | None, num_left: int) -> None:
+    books, ids = Books(lru_blocks), list(range(10 * BLOCK))
+    books.ask(ids, 0)
+    books.stored(ids)
+    other = FlatPrompt(BLOCK)
+    other.move_to(Node(None, Head(), array("I", range(5000, 5000 + 4 * BLOCK))))
+    running = books.books.send(books.books.estimate(other))  # four blocks and the one that it writes to, two of them free
+    hits = books.ask(ids, 7 * BLOCK)
+    assert hits.predicted == num_left * BLOCK
+    assert hits.missed == {Cause.EVICTED: 2 * BLOCK, Cause.TAIL: BLOCK}
+    books.books.ended(running)
+    assert books.books.demand is None or len(books.books.demand) <= 1  # the answer, whose events have not come
 
 
 def test_an_answer_ahead_of_the_events_is_booked_as_evicted_and_nothing_is_forgotten() -> None:

@@ -75,13 +75,16 @@ async def test_twins_that_vllm_computes_side_by_side_miss_their_head_in_flight(s
 async def test_preempted_turns_tell_what_they_computed_twice_and_others_tell_nothing(served: Served) -> None:
     calm = [await chat(served.url, [user(f"Calm {n}. " + TEXT * 40)], stream=True, max_tokens=20) for n in range(8)]
     assert not any(account(reply).get("recomputed_tokens") for reply in calm)
-    before = await preemptions(served)
-    asked = [[user(f"Agent {n}. " + TEXT * 40)] for n in range(7)]
-    replies = await asyncio.gather(*(chat(served.url, messages, stream=True, max_tokens=700, ignore_eos=True) for messages in asked))
-    assert await preemptions(served) > before
-    told = [account(reply).get("recomputed_tokens", 0) for reply in replies]
-    assert sum(told) > 0
-    assert 0 in told, "the turn that is served first is never preempted"
+    num_recomputed = 0
+    for attempt in range(6):  # on a busy machine the events may lag so far behind that nobody can tell what was computed twice
+        before = await preemptions(served)
+        asked = [[user(f"Agent {attempt}.{n}. " + TEXT * 40)] for n in range(7)]
+        replies = await asyncio.gather(*(chat(served.url, messages, stream=True, max_tokens=700, ignore_eos=True) for messages in asked))
+        told = [account(reply).get("recomputed_tokens", 0) for reply in replies]
+        assert 0 in told, "the turn that is served first is never preempted"
+        if await preemptions(served) > before and (num_recomputed := sum(told)):
+            break
+    assert num_recomputed > 0
 
 
 async def test_near_capacity_hardly_anything_is_unknown(served: Served) -> None:

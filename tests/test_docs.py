@@ -46,6 +46,7 @@ from model.tokenizer import Tokenizer
 from prefix_cache.hits import Cause, account
 from prefix_cache.mirror import Mirror
 from prefix_cache.tiers.offload import Offload
+from prefix_cache.tiers.ranks import RankLookups
 from replays.report import Percentiles, Report, WarmupReport
 from tests.cases import CASES, held_by
 
@@ -66,7 +67,9 @@ def server(model_folder: Path) -> Server:
     engine.info = EngineInfo("vllm", "m", 4096, block_size=128, num_blocks=64)
     tokenizer = Tokenizer.load(model_folder)
     settings = load({("state", "url"): "redis://127.0.0.1:9", ("capture",): "unused"})
-    return build(settings, engine, tokenizer, detect_chat_format(tokenizer), Mirror(128), Offload(128))
+    offload = Offload(128)
+    offload.ranks = RankLookups()
+    return build(settings, engine, tokenizer, detect_chat_format(tokenizer), Mirror(128), offload)
 
 
 @pytest.fixture(scope="module")

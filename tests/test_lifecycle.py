@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from admission.eviction.policy import Fate
 from admission.lifecycle import Lifecycle, LifecycleParameters, Phase, TurnEnd, is_side_request
 from admission.pace import Pace
-from admission.returns import ReturnModel
+from admission.returns import ReturnModel, ReturnParameters
 from replays.session_ends import CHANCES, calibration, held_back_idles, report, score
 from replays.traces import TraceSet
 
@@ -99,6 +99,52 @@ def test_a_forgotten_session_teaches_that_its_class_may_never_return() -> None:
     assert returns.alive("root/end_turn", 0.0) < before / 2
 
 
+def _in_turn(life: Lifecycle, client: str | None, number: int) -> float:
+    """A client works on so many sessions, one after the other, a minute each. Returns the time."""
+    for index in range(number):
+        start = index * 60.0
+        life.turn_started(f"{client}{index}", start, tenant=client)
+        life.due(start)
+        life.turn_ended(f"{client}{index}", start + 50, TOOLS)
+    return number * 60.0
+
+
+def _is_left(life: Lifecycle, client: str | None, now: float) -> bool:
+    """Whether a session counts as ended at once when its client begins another."""
+    life.turn_started("former", now, tenant=client)
+    life.turn_ended("former", now + 50, TOOLS)
+    changed = life.turn_started("next", now + 52, tenant=client)
+    life.turn_ended("next", now + 53, TOOLS)
+    return "former" in changed and life.fate("former") is Fate.ENDED
+
+
+def test_that_a_new_session_ends_the_one_before_is_learnt_from_clients_that_work_so() -> None:
+    def learned() -> tuple[Lifecycle, float]:
+        life = Lifecycle(ReturnModel(ReturnParameters(longest_gap_seconds=300.0)))
+        return life, _in_turn(life, "one", 200)
+
+    assert not _is_left(Lifecycle(ReturnModel()), "one", 0.0), "nothing is taken for granted"
+    life, now = learned()
+    assert _is_left(life, "one", now)
+    assert life.turn_started("former", now + 70, tenant="one") == ["former"], "a guess is taken back"
+    assert life.fate("former") is Fate.LIVE
+    life, now = learned()
+    assert _is_left(life, "another", now), "what some clients do is expected of the others"
+    life, now = learned()
+    assert not _is_left(life, None, now), "of strangers nothing is concluded"
+
+
+def test_sessions_of_other_clients_subagents_and_who_waits_for_one_are_not_followed() -> None:
+    life = Lifecycle(ReturnModel(ReturnParameters(longest_gap_seconds=300.0)))
+    now = _in_turn(life, "one", 200)
+    _turn(life, "stranger", now, TOOLS, tenant="other")
+    _turn(life, "parent", now, TurnEnd(ends_turn=False, tools=("Task",)), tenant="one")
+    life.turn_started("child", now + 2, parent_id="stranger", tenant="other")
+    life.turn_started("unannounced", now + 3, tenant="one")
+    assert {life.fate(name) for name in ("stranger", "parent", "child", "unannounced")} == {Fate.LIVE}
+    life.check_integrity()
+
+
 def test_branches_are_superseded_cut_generated_or_asides() -> None:
     life = Lifecycle(ReturnModel())
     life.turn_started("a", 0.0, branch_id="old")
@@ -125,6 +171,11 @@ def test_side_requests_are_probes_and_asides_without_tools() -> None:
     assert is_side_request(num_messages=1, num_tools=0, max_output_tokens=1, session_has_tools=False)
     assert is_side_request(num_messages=1, num_tools=0, max_output_tokens=512, session_has_tools=True)
     assert not is_side_request(num_messages=1, num_tools=0, max_output_tokens=512, session_has_tools=False)
+    assert not is_side_request(num_messages=1, num_tools=0, max_output_tokens=16, session_has_tools=False)
+    assert is_side_request(num_messages=1, num_tools=0, max_output_tokens=16, session_has_tools=False, is_named=False)
+    assert not is_side_request(num_messages=1, num_tools=0, max_output_tokens=None, session_has_tools=False, is_named=False)
+    assert not is_side_request(num_messages=1, num_tools=3, max_output_tokens=16, session_has_tools=False, is_named=False)
+    assert not is_side_request(num_messages=3, num_tools=0, max_output_tokens=16, session_has_tools=False, is_named=False)
     assert not is_side_request(num_messages=9, num_tools=20, max_output_tokens=None, session_has_tools=True)
 
 

@@ -24,6 +24,7 @@ from tests.raw_client import post_head, raw_client
 from tests.real_engine import RealEngine
 from tests.scripted import asked, assert_nothing_is_held, post, starts_with
 from tests.serving import Served, chat, serving
+from tests.test_metrics import values
 from tests.test_turns import SYSTEM, fetch, user
 from tests.upstream import FormatRenderer, KvModel, Script, Upstream, UsageOverride, in_thread
 
@@ -332,6 +333,38 @@ async def test_clocks_that_jump_end_no_session_and_spoil_no_duration(
 
 
 # Preemption
+
+COUNTED = ("num_preemptions", "prefix_cache_hits", "prefix_cache_queries")
+
+
+@pytest.mark.case("KVM-14")
+@pytest.mark.parametrize(
+    "script",
+    [
+        Script(say="word " * 20, preempt_after_chunks=10, preempted_blocks_stay=True),
+        Script(say="word " * 20, preempt_after_chunks=0, preempted_blocks_stay=True),
+        Script(say="word " * 20, preempt_after_chunks=15),
+    ],
+    ids=["its blocks stay", "before the first token", "its blocks go"],
+)
+async def test_our_hit_rate_counts_each_prompt_once_whatever_the_engines_counters_say(
+    upstream: Upstream, model_folder: Path, script: Script
+) -> None:
+    """Random prompts of tenants who share nothing."""
+    upstream.default = script
+    keys = [f"key{number}" for number in range(6)]
+    with serving(upstream.url, model_folder, api_keys=keys) as served:
+        for number, key in enumerate(keys):
+            text = " ".join(f"{number}{word * 7919 % 10_007}" for word in range(400))
+            reply = await chat(served.url, [user(text)], stream=number % 2 == 0, headers={"authorization": f"Bearer {key}"})
+            assert reply.usage is not None
+            assert reply.usage["prompt_tokens_details"]["cached_tokens"] == 0
+        ours = values(served.server.metrics.text())
+    engine = {name: samples(upstream.engine.metrics_text("m").encode(), f"vllm:{name}_total")[0].value for name in COUNTED}
+    assert engine["num_preemptions"] == len(keys)
+    assert (engine["prefix_cache_hits"] / engine["prefix_cache_queries"] > 0.3) == script.preempted_blocks_stay
+    assert ours["prompt_tokens_total"] == ours["known_prompt_tokens_total"] == sum(len(each.prompt_ids) for each in asked(upstream))
+    assert ours["cached_tokens_total"] / ours["known_prompt_tokens_total"] < 0.01
 
 
 @pytest.mark.case("KVM-14")

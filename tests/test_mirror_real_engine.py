@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 import aiohttp
@@ -14,7 +14,7 @@ import pytest
 
 from agentserve.engines.kv_events import KvEventSubscriber
 from benchmarks.cache_truth import read_log
-from prefix_cache.blocks import HashChain
+from prefix_cache.blocks import BlockHash, HashChain
 from prefix_cache.mirror import Mirror
 from tests.real_engine import RealEngine
 
@@ -39,26 +39,61 @@ class Player:
         self.mirror = subscriber.mirror
         self.client = client
         self.rng = random.Random(seed)
+        self.is_following = True
+        """Whether the engine's events arrive."""
+
+    async def joined(self) -> None:
+        """Return when an event has come: what an engine says before somebody listens is not said again."""
+        async with asyncio.timeout(60):
+            is_heard = False
+            while not is_heard:
+                ids = self._new_ids(self.mirror.block_size + 1)
+                await self._ask(ids, None)
+                is_heard = await self._has_announced(self._chain(ids, None), seconds=1)
 
     async def turn(self, ids: list[int], salt: str | None = None) -> Guess:
-        """Append new tokens to `ids`, send them, append the answer."""
-        ids += [self.rng.randrange(300, 2000) for _ in range(self.rng.randrange(100, 400))]
-        await asyncio.sleep(0.2)  # the events of the turn before are on their way
-        chain = HashChain(self.mirror.block_size, (salt or "").encode())
-        chain.extend(array("I", ids))
+        """Append new tokens to `ids`, send them, append the answer, and wait for its events."""
+        ids += self._new_ids(self.rng.randrange(100, 400))
+        chain = self._chain(ids, salt)
         predicted = self.mirror.predict(chain.hashes, len(ids))
         missed = chain.hashes[predicted // self.mirror.block_size :][:1]
         was_removed = any(map(self.mirror.was_removed, missed))
+        actual, answer_ids = await self._ask(ids, salt)
+        self.mirror.learn(chain.hashes, actual, predicted)
+        ids += answer_ids
+        if self.is_following:
+            assert await self._has_announced(self._chain(ids[:-1], salt), seconds=30)
+        return Guess(predicted, actual, was_removed)
+
+    def _new_ids(self, num_ids: int) -> list[int]:
+        return [self.rng.randrange(300, 2000) for _ in range(num_ids)]
+
+    def _chain(self, ids: list[int], salt: str | None) -> HashChain:
+        chain = HashChain(self.mirror.block_size, (salt or "").encode())
+        chain.extend(array("I", ids))
+        return chain
+
+    async def _ask(self, ids: list[int], salt: str | None) -> tuple[int, list[int]]:
+        """Cached tokens, and the generated ones, the last of which has no KV."""
         body = {"model": self.engine.info.model, "prompt": ids, "max_tokens": 5, "ignore_eos": True, "return_token_ids": True}
         if salt:
             body["cache_salt"] = salt
         async with self.client.post(f"{self.engine.url}/v1/completions", json=body) as response:
             answer = await response.json()
             assert response.status == 200, answer
-        actual = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-        self.mirror.learn(chain.hashes, actual, predicted)
-        ids += answer["choices"][0]["token_ids"]
-        return Guess(predicted, actual, was_removed)
+        return answer["usage"]["prompt_tokens_details"]["cached_tokens"], answer["choices"][0]["token_ids"]
+
+    async def _has_announced(self, chain: HashChain, seconds: float) -> bool:
+        """Whether an event tells of the last block of `chain` within so many seconds: those before it, and removals, have come by then."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not self._holds(chain.hashes):  # noqa: ASYNC110 - the mirror tells nobody
+                    await asyncio.sleep(0.01)
+                return True
+        return False
+
+    def _holds(self, hashes: Sequence[BlockHash]) -> bool:
+        return self.mirror.match(hashes) == len(hashes) and not any(map(self.mirror.is_only_learned, hashes[-1:]))
 
 
 @contextlib.asynccontextmanager
@@ -69,7 +104,9 @@ async def playing(engine: RealEngine, *, replays: bool, seed: int) -> AsyncItera
     await subscriber.start()
     try:
         async with aiohttp.ClientSession() as client:
-            yield Player(engine, subscriber, client, seed)
+            player = Player(engine, subscriber, client, seed)
+            await player.joined()
+            yield player
     finally:
         await subscriber.close()
 
@@ -126,11 +163,13 @@ def test_after_lost_events_the_mirror_holds_exactly_what_the_engines_log_says(sm
             for turn in range(2 * NUM_SESSIONS):
                 await player.turn(sessions[turn % NUM_SESSIONS])
             await player.subscriber.close()
+            player.is_following = False
             for turn in range(2 * NUM_SESSIONS):
                 await player.turn(sessions[turn % NUM_SESSIONS])
             await player.subscriber.start()
+            await player.joined()  # which shows the gap
+            player.is_following = True
             await player.turn(sessions[0])
-            await asyncio.sleep(1)
             truth = await read_log(small_engine.replay_endpoint)
             held = player.mirror.resident_hashes()
             assert truth.num_removed > 0

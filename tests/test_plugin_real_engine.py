@@ -21,6 +21,7 @@ from agentserve.errors import SetupError
 from tests.conftest import SMALL_KV_TOKENS
 from tests.plugin_site import plugin_entry_points
 from tests.real_engine import CACHE_FOLDER, RealEngine, real_engine
+from tests.side_requests import beside, compaction, side_requests
 
 BLOCK = 128
 
@@ -122,6 +123,39 @@ async def test_an_end_that_is_told_spares_the_others(plugin_engine: RealEngine) 
     assert after.num_bad_hints == before.num_bad_hints + 1
     await hints.close()
     await engine.close()
+
+
+@pytest.mark.case("SES-07")
+@pytest.mark.engine
+@pytest.mark.anyio
+@pytest.mark.parametrize("is_named", [True, False], ids=["in the session's name", "nameless"])
+async def test_side_requests_do_not_push_the_main_session_out(plugin_engine: RealEngine, is_named: bool) -> None:
+    with beside(plugin_engine, "class_hazard") as served:
+        assert await side_requests(served, is_named=is_named) >= 0.95
+
+
+@pytest.mark.anyio
+async def test_without_the_plugin_the_same_side_requests_do(small_engine: RealEngine) -> None:
+    with beside(small_engine, "off") as served:
+        assert await side_requests(served, is_named=True) < 0.9
+
+
+@pytest.mark.case("SES-05")
+@pytest.mark.engine
+@pytest.mark.anyio
+async def test_a_compaction_reuses_what_there_is_and_one_of_the_old_style_leaves_it_alone(plugin_engine: RealEngine) -> None:
+    with beside(plugin_engine, "class_hazard") as served:
+        shares = await compaction(served)
+    assert (shares.in_place, shares.new_session) == (1, 1)
+    assert shares.after >= 0.95
+
+
+@pytest.mark.anyio
+async def test_without_the_plugin_summaries_of_the_old_style_cost_the_session_its_place(small_engine: RealEngine) -> None:
+    with beside(small_engine, "off") as served:
+        shares = await compaction(served)
+    assert shares.in_place == 1
+    assert shares.after < 0.9
 
 
 @pytest.mark.anyio

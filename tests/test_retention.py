@@ -19,7 +19,7 @@ from agentserve.policies import chosen
 from agentserve.settings import load
 from model.conversation import ToolCall
 from tests.processes import wait_until
-from tests.scripted import asked, assert_nothing_is_held
+from tests.scripted import asked, assert_nothing_is_held, starts_with
 from tests.serving import Served, chat, serving
 from tests.test_metrics import values
 from tests.test_turns import SYSTEM, user
@@ -116,6 +116,73 @@ async def test_the_engines_plugin_hears_of_classes_ends_and_joined_subagents(ser
     assert heard.sent[0].branch_id == heard.sent[2].branch_id
     await ask(served.url, "/v1/sessions/root", "DELETE")
     assert heard.fates("root") == [Fate.ENDED]
+
+
+@pytest.mark.case("SES-07")
+@pytest.mark.parametrize(
+    ("named", "fields", "fate"),
+    [
+        (True, {}, Fate.ONE_SHOT),
+        (True, {"max_tokens": 2000}, Fate.ONE_SHOT),
+        (False, {"max_tokens": 16}, Fate.ONE_SHOT),
+        (False, {"max_tokens": 64}, Fate.ONE_SHOT),
+        (False, {"max_tokens": 1, "tools": TOOLS}, Fate.ONE_SHOT),
+        (True, {"max_tokens": 16, "tools": TOOLS}, Fate.LIVE),
+        (False, {"max_tokens": 500}, Fate.LIVE),
+        (False, {}, Fate.LIVE),
+    ],
+)
+async def test_a_side_request_is_told_to_the_engine_as_one_and_leaves_the_session_as_it_is(
+    served: Served, upstream: Upstream, named: bool, fields: dict[str, Any], fate: Fate
+) -> None:
+    heard = Heard()
+    served.server.replicas.first.hints = heard
+    history = [SYSTEM, user("hi")]
+    history += [await say(served, history, "s"), user("on")]
+    phase = await session(served, "s")
+    headers = {"x-agentserve-session": "s"} if named else {}
+    title = [{"role": "system", "content": "Title maker."}, user("Title for: hi")]
+    assert (await chat(served.url, title, stream=False, headers=headers, **fields)).status == 200
+    assert [hints.fate for hints in heard.sent] == [Fate.LIVE, fate]
+    if fate is Fate.ONE_SHOT:
+        assert (await session(served, "s"))["return_class"] == phase["return_class"]
+        assert len(served.server.turns.retention.lifecycle) == 1
+    await say(served, history, "s")
+    first, _, last = asked(upstream)
+    assert starts_with(last, first)
+    assert heard.sent[-1].fate is Fate.LIVE
+    assert heard.sent[-1].branch_id == heard.sent[0].branch_id
+
+
+@pytest.mark.case("SES-05")
+@pytest.mark.parametrize("named", [True, False], ids=["in the session's name", "nameless"])
+async def test_a_compaction_in_place_hits_all_and_one_of_the_old_style_is_a_side_request(
+    served: Served, upstream: Upstream, named: bool
+) -> None:
+    heard = Heard()
+    served.server.replicas.first.hints = heard
+    history = [SYSTEM, user("Step 0.")]
+    for step in range(3):
+        history += [await say(served, history, "s"), user(f"Step {step + 1}. " + "data " * 100)]
+    before = asked(upstream)[-1]
+    await say(served, [*history, user("Summarise the work so far for a new session.")], "s")  # in place
+    flat = "\n".join(f"{each['role']}: {each['content']}" for each in history[1:])
+    summariser = [{"role": "system", "content": "You write summaries."}, user(flat)]
+    headers = {"x-agentserve-session": "s"} if named else {}
+    assert (await chat(served.url, summariser, stream=False, headers=headers, max_tokens=64)).status == 200
+    await say(served, [SYSTEM, user("So far: all is done.")], "new")
+    await say(served, history, "s")
+    in_place, _, new, after = asked(upstream)[-4:]
+    assert starts_with(in_place, before)
+    assert starts_with(after, before)
+    block = 32
+    could = (len(before.prompt_ids) + len(before.generated_ids) - 1) // block * block  # the last token that was generated has no KV yet
+    assert in_place.num_cached_tokens == could
+    assert after.num_cached_tokens is not None
+    assert after.num_cached_tokens >= could
+    head = next(at for at, pair in enumerate(zip(new.prompt_ids, before.prompt_ids, strict=False)) if pair[0] != pair[1])
+    assert new.num_cached_tokens == head // block * block > 200
+    assert [hints.fate for hints in heard.sent[-4:]] == [Fate.LIVE, Fate.ONE_SHOT, Fate.LIVE, Fate.LIVE]
 
 
 async def test_without_a_plugin_requests_to_the_engine_are_what_they_were(served: Served, upstream: Upstream) -> None:

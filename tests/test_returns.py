@@ -110,6 +110,16 @@ def test_a_replay_runs_on_a_faster_clock_with_capped_gaps() -> None:
     assert fast.alive("root/end_turn", 30.0) < 0.05 < plain.alive("root/end_turn", 450.0)
 
 
+def test_past_the_cap_of_a_replay_nobody_is_expected() -> None:
+    model = ReturnModel(ReturnParameters(time_scale=10.0, longest_gap_seconds=300.0))
+    assert model.alive("root/tool", 30.0) > 0
+    assert model.hazard("root/tool", 30.0) > 0
+    assert model.time_to_return("root/tool", 30.0, 9.0) < 9
+    assert (model.alive("root/tool", 31.0), model.hazard("root/tool", 31.0)) == (0, 0)
+    assert model.time_to_return("root/tool", 31.0, 9.0) == 9
+    assert model.idle_until_hopeless("root/tool", 0.01) == pytest.approx(30.9)
+
+
 def test_classes_fall_back_on_what_they_refine() -> None:
     name: str | None = with_tenant("sub/tool:shell", "acme")
     line = []

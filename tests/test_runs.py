@@ -51,6 +51,23 @@ class RunsMachine(RuleBasedStateMachine):
     def remove_the_end(self, chain: tuple[int, ...], length: int) -> None:
         self.remove([chain[:end] for end in range(len(chain), max(0, len(chain) - length), -1)])
 
+    @rule(chain=st.lists(st.integers(1, 2), min_size=1, max_size=8).map(tuple), num_taken=st.integers(1, 9))
+    def use(self, chain: tuple[int, ...], num_taken: int) -> None:
+        """A prompt is used: what it stands on is the last to go, and what goes is what `without_oldest` counts."""
+        stretches = []
+        at = 0
+        while at < len(chain) and (run := self.runs.heads.get(hash_of(chain[: at + 1]))) is not None:
+            held = run.num_equal([hash_of(chain[: end + 1]) for end in range(len(chain))], at)
+            stretches.append((run, held))
+            at += held
+        for run, held in reversed(stretches):
+            self.runs.use(run, held)
+        left = self.runs.without_oldest(num_taken)
+        assert sum(len(run) - stays for run, stays in left.items()) == min(num_taken, self.runs.num_blocks)
+        num_unused = self.runs.num_blocks - sum(held for _, held in stretches)
+        if num_taken <= num_unused:
+            assert all(left.get(run, held) >= held for run, held in stretches)
+
     @invariant()
     def holds_what_it_should(self) -> None:
         self.runs.check_integrity()

@@ -28,6 +28,7 @@ from replays.simulator.options import EngineOptions
 from replays.simulator.outcomes import Outcome
 from replays.simulator.placement import PLACEMENTS, Placement, in_turn
 from replays.simulator.pool import BlockPool
+from replays.simulator.run import SimulationOptions, limits_of
 from replays.simulator.server import Call, Server
 from replays.simulator.tiers import CpuTier, TierOptions
 from tests.simulated_requests import TimedRequest, timed_requests
@@ -98,6 +99,13 @@ def found(outcomes: dict[str, Outcome]) -> tuple[int, int]:
 def tier_of(made: Engine) -> CpuTier:
     assert isinstance(made.loader, CpuTier)
     return made.loader
+
+
+def test_admission_counts_an_exclusive_tier_as_room_and_an_inclusive_one_not() -> None:
+    options = SimulationOptions(num_replicas=2, tier=TierOptions(1_000))
+    assert limits_of(options, 5_000).tier_tokens == 2_000
+    assert limits_of(replace(options, tier=TierOptions(1_000, exclusive=False)), 5_000).tier_tokens is None
+    assert limits_of(replace(options, tier=None), 5_000).tier_tokens is None
 
 
 def test_an_exclusive_tier_gives_back_what_the_pool_let_go_and_an_inclusive_one_of_that_size_hardly_anything() -> None:

@@ -124,6 +124,21 @@ def test_the_last_token_is_never_loaded() -> None:
     assert offload.predict(hashes(tokens), 2 * CHUNK, 0).num_tokens == 2 * CHUNK - 1
 
 
+@pytest.mark.case("KVM-12")
+@pytest.mark.parametrize("num_chunks", [1, 2, 5])
+@pytest.mark.parametrize("beyond", [-4, -1, 0, 1, 4, 15, 16, 17, 127, 128, 129])
+def test_around_the_end_of_a_chunk_what_is_loaded_fits_the_gpus_own_blocks_and_the_prompt(num_chunks: int, beyond: int) -> None:
+    num_tokens = num_chunks * CHUNK + beyond
+    tokens = ids(num_tokens)
+    offload = heard(Offload(BLOCK, CHUNK), stored(tokens))
+    whole = num_tokens // CHUNK * CHUNK
+    for num_own_blocks in range((num_tokens - 1) // BLOCK + 1):
+        own = num_own_blocks * BLOCK
+        hit = offload.predict(hashes(tokens), num_tokens, own)
+        assert own + hit.num_tokens == max(own, min(whole, num_tokens - 1))
+        assert own + hit.num_tokens < num_tokens, "the last token is computed"
+
+
 def test_a_chunk_that_left_ends_the_hit_there_and_counts_as_given() -> None:
     tokens = ids(1000)
     offload = heard(Offload(BLOCK, CHUNK), stored(tokens), removed(101))

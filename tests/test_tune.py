@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import tomllib
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import msgspec
@@ -20,8 +22,9 @@ from replays.simulator.run import SimulationOptions
 from replays.simulator.workload import Reading, Workload, read_workload
 from replays.tuner.apply import ApplyError, switch, write_settings
 from replays.tuner.front import front, winner
-from replays.tuner.search import Tried, open_study, processes, search, tried
-from replays.tuner.space import Setting, Space, setting_of, space_of
+from replays.tuner.load import streams_that_lose
+from replays.tuner.search import Tried, open_study, processes, run_points, search, tried
+from replays.tuner.space import LONGEST_HOLD_SECONDS, Setting, Space, setting_of, space_of
 from replays.tuner.split import split
 from tests.serving import serving
 from tests.upstream import Upstream
@@ -29,6 +32,9 @@ from tests.upstream import Upstream
 BASE = SimulationOptions(
     capacity_tokens=90_000, block_size=64, knowledge=ENDS["said"], loop=LoopOptions(concurrency=5, duration=400.0, warmup=2)
 )
+
+CROWDED = replace(BASE, capacity_tokens=40_000, loop=replace(BASE.loop, duration=200.0))
+"""Where lru loses something."""
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +96,57 @@ def test_a_search_tries_every_policy_as_it_is_first_and_goes_on_where_it_was_bro
     assert states.count(TrialState.FAIL) == 1
     with pytest.raises(GridError, match="over something else"):
         run(6, context="elsewhere")
+
+
+def test_a_setting_that_falls_behind_on_its_first_seed_is_not_simulated_with_the_others(work: Workload) -> None:
+    space = space_of(["fifo", "dead_first"], ["working_set"])
+    study = open_study(None, "x", space, seed=1)
+    with processes(work.scripts, 2) as executor:
+        search(study, space, CROWDED, [1, 2], 16, executor, 2, lambda done, total: None)
+    found = tried(study)
+    assert len(found) == len({str(one.setting) for one in found}) == 16, "nothing is tried twice"
+    assert all(one.point.seeds == [1, 2] for one in found[: len(space.first())])
+    behind = [one for one in found if one.point.seeds == [1]]
+    assert behind, "of settings near the best and of Optuna's, some are worse than lru"
+    assert winner(found) not in behind
+    assert not {one.number for one in front(found)} & {one.number for one in behind}
+
+
+def test_a_step_from_a_setting_moves_what_it_has_and_stays_in_range() -> None:
+    space = space_of(["class_hazard"], ["working_set"])
+    start = Setting("class_hazard", {"horizon_seconds": 90.0}, "working_set", {"alpha": 0.9, "hold_seconds": 120.0})
+    study = open_study(None, "x", space, seed=3)
+    steps = []
+    for number in range(len(space.first()) + 40):
+        if number >= len(space.first()):
+            study.enqueue_trial(space.near(start, Random(number)))
+        trial = study.ask()
+        steps.append(space.suggest(trial))
+        study.tell(trial, [0.5, 1.0, 1.0, 0.0])
+    steps = steps[len(space.first()) :]
+    both = [one for one in steps if one.policy == "class_hazard" and one.admission == "working_set"]
+    assert len(both) > 20
+    assert len({one.admission_parameters["alpha"] for one in both}) > 5
+    assert all(one.admission_parameters["hold_seconds"] <= LONGEST_HOLD_SECONDS for one in both)
+    assert not any("quantum_tokens" in one.admission_parameters for one in both), "a promise to tenants"
+    assert {one.policy for one in steps} == {"lru", "class_hazard"}
+
+
+def test_the_load_is_looked_for_at_which_lru_loses_so_much(work: Workload) -> None:
+    with processes(work.scripts, 2) as executor:
+
+        def gap(streams: int) -> float:
+            at = replace(CROWDED, loop=replace(CROWDED.loop, concurrency=streams))
+            return run_points(executor, [Setting("lru").on(at)], [1])[0].gap_points or 0.0
+
+        wanted = gap(6)
+        assert wanted > gap(3) + 1
+        for start in (4, 8):
+            base = replace(CROWDED, loop=replace(CROWDED.loop, concurrency=start))
+            found = streams_that_lose(executor, base, wanted, [1])
+            assert abs(gap(found) - wanted) <= abs(gap(3) - wanted)
+        with pytest.raises(GridError, match="nothing to tune for"):
+            streams_that_lose(executor, replace(BASE, capacity_tokens=10**9, loop=LoopOptions(1, duration=20.0, warmup=1)), 50.0, [1])
 
 
 def test_parameters_stay_in_their_ranges_and_with_their_policy() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -102,6 +103,8 @@ class VllmReplay:
 
     options: EngineOptions
     scheduler: Scheduler
+    work: Callable[[Any], KVConnectorOutput] | None = None
+    """What the workers do with a step's output, where something is to be copied."""
     num_hit_tokens: dict[int, int] = field(default_factory=dict)
     finished_at: dict[int, int] = field(default_factory=dict)
     preemptions: dict[int, int] = field(default_factory=dict)
@@ -133,12 +136,14 @@ class VllmReplay:
         """One step, from the schedule to the outputs, which come at `now + 1`."""
         scheduler = self.scheduler
         output = scheduler.schedule()
+        copied = self.work(output) if self.work is not None else None
         if not output.num_scheduled_tokens:
             return
         sampled = [self._sampled(request_id, output) for request_id in output.num_scheduled_tokens]
         ids = list(output.num_scheduled_tokens)
         index = {request_id: place for place, request_id in enumerate(ids)}
-        outputs = scheduler.update_from_output(output, ModelRunnerOutput(req_ids=ids, req_id_to_index=index, sampled_token_ids=sampled))
+        made = ModelRunnerOutput(req_ids=ids, req_id_to_index=index, sampled_token_ids=sampled, kv_connector_output=copied)
+        outputs = scheduler.update_from_output(output, made)
         for engine_outputs in outputs.values():
             for one in engine_outputs.outputs:
                 if one.prefill_stats is not None:

@@ -6,11 +6,12 @@ from agentserve.doctor.facts import Facts, ProcessFacts
 from agentserve.doctor.verdict import WHERE_TO_ASK, Check, Verdict, apart, fine, found, unknown
 
 SEED = "PYTHONHASHSEED"
-_SAME_SEED = f"start vLLM's and LMCache's processes with the same {SEED}, such as {SEED}=0"
+SAME_SEED = f"start vLLM's and LMCache's processes with the same {SEED}, such as {SEED}=0"
+SAME_ALGORITHM = "start every vLLM with the same --prefix-caching-hash-algo, such as sha256_cbor"
 
 
 def hash_seed(facts: Facts) -> Verdict:
-    """Names differ between processes where their seed does, and where it is random for each."""
+    """Names differ between processes where their algorithm or seed does, and where the seed is random for each."""
     processes = [engine.process for engine in facts.engines] + [one.process for one in facts.lmcache]
     shares = bool(facts.lmcache) or len(facts.engines) > 1 or bool(facts.engine.connectors)
     if not shares and facts.engine.connectors is None:
@@ -20,15 +21,31 @@ def hash_seed(facts: Facts) -> Verdict:
     read = [process for process in processes if process is not None and process.environment is not None]
     seeds = {(process.environment or {}).get(SEED) for process in read}
     if len(seeds) > 1:
-        return found(f"{SEED} differs: {_seeds(read)}", _SAME_SEED)
+        return found(f"{SEED} differs: {_seeds(read)}", SAME_SEED)
+    mixed = _mixed_algorithms(facts)
+    if mixed is not None:
+        return mixed
     random = _random_names(facts)
     if random and (seeds == {None} or seeds == {"random"}):
-        return found(f"{random} draws its names from a random seed, as {SEED} is not set", _SAME_SEED)
+        return found(f"{random} draws its names from a random seed, as {SEED} is not set", SAME_SEED)
     if len(read) < len(processes):
         return unknown(
             f"the environment of {len(processes) - len(read)} processes cannot be read", "run the doctor on their host, as their user"
         )
     return fine(f"{len(read)} processes name blocks alike")
+
+
+def _mixed_algorithms(facts: Facts) -> Verdict | None:
+    """The verdict where engines, or LMCache servers, hash by different algorithms; one that nobody tells may be the same."""
+    engines = [(told, engine.url) for engine in facts.engines if (told := engine.told("prefix-caching-hash-algo", "sha256"))]
+    if len({told for told, _ in engines}) > 1:
+        shown = ", ".join(f"{algorithm} at {url}" for algorithm, url in engines)
+        return found(f"vLLM's hash algorithm differs: {shown}", SAME_ALGORITHM)
+    servers = {told for one in facts.lmcache if (told := one.told("hash_algorithm", "hash-algorithm", "blake3"))}
+    if len(servers) > 1:
+        fix = "start every LMCache with the same --hash-algorithm"
+        return found(f"LMCache's hash algorithm differs: {', '.join(sorted(servers))}", fix)
+    return None
 
 
 def _random_names(facts: Facts) -> str:

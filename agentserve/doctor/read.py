@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import msgspec
-
 from agentserve.asking import ask
 from agentserve.boot import load_model_files
 from agentserve.doctor import host
 from agentserve.doctor.facts import EngineFacts, Facts, LmcacheFacts, ModelFacts, ServerFacts
 from agentserve.doctor.launch import as_json
+from agentserve.doctor.told import launch_facts, object_at
 from agentserve.errors import SetupError
 from agentserve.settings import EngineSettings
 
@@ -64,40 +63,19 @@ def read(where: Where) -> Facts:
     )
 
 
-def _json(url: str, api_key: str | None = None, body: Any = None) -> Any:
-    """The JSON at `url`; None where there is none."""
-    said = ask(url, api_key=api_key, body=None if body is None else msgspec.json.encode(body))
-    if said is None or said.status != 200:
-        return None
-    try:
-        return msgspec.json.decode(said.body)
-    except msgspec.DecodeError:
-        return None
-
-
-def _object(url: str, api_key: str | None = None, body: Any = None) -> dict[str, Any] | None:
-    value = _json(url, api_key, body)
-    return value if isinstance(value, dict) else None
-
-
 def _engine(url: str, api_key: str | None) -> tuple[EngineFacts, Path | None]:
     """An engine, and the folder that it names. Raises SetupError where nobody answers."""
-    card = ((_object(f"{url}/v1/models", api_key) or {}).get("data") or [None])[0]
+    card = ((object_at(f"{url}/v1/models", api_key) or {}).get("data") or [None])[0]
     if card is None:
         raise SetupError(f"no vLLM answers at {url!r} (GET /v1/models): start it, or name its address with --engine-url")
-    metrics = ask(f"{url}/metrics", api_key=api_key)
     route = ask(f"{url}/inference/v1/generate", api_key=api_key, body=b"{}")
-    tokens = _object(f"{url}/tokenize", api_key, {"model": card["id"], "prompt": PROBE, "add_special_tokens": False}) or {}
-    info = _object(f"{url}/server_info?config_format=json", api_key) or {}
-    facts = EngineFacts(
-        url,
-        card.get("max_model_len"),
-        metrics.body if metrics is not None and metrics.status == 200 else None,
-        _object(f"{url}/kv_event_sources", api_key),
-        None if route is None else route.status not in (403, 404, 405, 501),
-        info.get("vllm_config"),
-        host.vllm_process(url),
-        tuple(tokens["tokens"]) if "tokens" in tokens else None,
+    tokens = object_at(f"{url}/tokenize", api_key, {"model": card["id"], "prompt": PROBE, "add_special_tokens": False}) or {}
+    facts = replace(
+        launch_facts(url, api_key),
+        max_model_len=card.get("max_model_len"),
+        events=object_at(f"{url}/kv_event_sources", api_key),
+        has_token_route=None if route is None else route.status not in (403, 404, 405, 501),
+        probe_ids=tuple(tokens["tokens"]) if "tokens" in tokens else None,
     )
     root = Path(card.get("root") or "")
     return facts, root if root.is_absolute() and root.is_dir() else None
@@ -107,7 +85,7 @@ def _lmcache(urls: Sequence[str]) -> list[LmcacheFacts]:
     """The LMCache servers that are named, else those of this host."""
     if not urls:
         return [LmcacheFacts(None, process) for process in host.lmcache_processes()]
-    return [LmcacheFacts(_object(f"{url.rstrip('/')}/config"), host.lmcache_process(url)) for url in urls]
+    return [LmcacheFacts(object_at(f"{url.rstrip('/')}/config"), host.lmcache_process(url)) for url in urls]
 
 
 def _model(folder: Path | None, unread: list[str]) -> ModelFacts | None:
@@ -127,12 +105,12 @@ def _model(folder: Path | None, unread: list[str]) -> ModelFacts | None:
 def _server(where: Where, unread: list[str]) -> tuple[ServerFacts | None, list[str]]:
     """The agentserve in front, and the addresses of engines that it tells."""
     url = where.server.rstrip("/")
-    version = _object(f"{url}/version") or {}
+    version = object_at(f"{url}/version") or {}
     if "engine_url" not in version:
         unread.append(f"no agentserve at {url}: sessions, return gaps and the mirror are not known")
         return None, []
     told = version.get("engine_urls") or [version["engine_url"]]
-    cache, sessions = _object(f"{url}/v1/cache", where.api_key), _object(f"{url}/v1/sessions", where.api_key)
+    cache, sessions = object_at(f"{url}/v1/cache", where.api_key), object_at(f"{url}/v1/sessions", where.api_key)
     if cache is None or sessions is None:
         unread.append(f"the server at {url} does not show its cache: name one of its API keys with --api-key")
         return None, told
@@ -140,7 +118,7 @@ def _server(where: Where, unread: list[str]) -> tuple[ServerFacts | None, list[s
     ends: dict[str, float] = {}
     gaps: list[float] = []
     for session in known[:MAX_SESSIONS]:
-        turns = (_object(f"{url}/v1/sessions/{quote(session['id'])}/turns", where.api_key) or {}).get("data") or []
+        turns = (object_at(f"{url}/v1/sessions/{quote(session['id'])}/turns", where.api_key) or {}).get("data") or []
         gaps += _gaps(turns)
         if turns:
             ends[session["id"]] = _seconds(turns[-1]["ended_at"])

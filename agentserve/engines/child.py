@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import sys
 from pathlib import Path
@@ -28,6 +29,13 @@ async def end(process: asyncio.subprocess.Process) -> None:
     if process.stdin is not None:
         process.stdin.close()
     await process.wait()
+
+
+def import_path(*first: Path) -> str:
+    """PYTHONPATH for a child that imports this package, installed or run from a checkout; `first` stands in front."""
+    # This process's own path behind it: it may run from PYTHONPATH itself.
+    places = [*map(str, first), str(Path(__file__).parents[2]), *(place for place in sys.path if place and Path(place).is_dir())]
+    return os.pathsep.join(dict.fromkeys(places))
 
 
 def free_port() -> int:

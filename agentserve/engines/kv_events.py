@@ -104,7 +104,7 @@ class KvEventSubscriber:
             return self.mirror.gap
         seq = int.from_bytes(frames[-2], "big")
         try:
-            batch = decode_batch(frames[-1])
+            batch = decode_batch(frames[-1], self.mirror.sent)
         except MalformedBatch as error:
             _log.warning("kv_event_batch_unreadable", endpoint=self._endpoint, seq=seq, error=str(error))
             return self.mirror.lose(seq)

@@ -18,6 +18,7 @@ import structlog
 
 from agentserve.engines.child import end, free_port, spawn
 from agentserve.engines.lmcache_command import LmcacheOptions, connector_args, lmcache_command
+from agentserve.engines.lmcache_counts import RankCounts
 from agentserve.engines.vllm_log import excerpt
 from agentserve.errors import SetupError
 
@@ -50,10 +51,12 @@ class LmcacheServer:
         self.is_up = False
         self.on_change: Callable[[bool], None] | None = None
         """Called with False when the server has died, and with True when it answers again with an empty memory."""
+        self.ranks = RankCounts(f"http://127.0.0.1:{self.http_port}")
+        """How often ranks differ in what they hold."""
         self._num_launches = 0
         self._keep_log = False
         self._process: asyncio.subprocess.Process | None = None
-        self._watcher: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._others = _segments()
 
     @property
@@ -75,14 +78,17 @@ class LmcacheServer:
         except BaseException:
             await self.close()
             raise
-        self._watcher = asyncio.create_task(self._watch(), name="lmcache-watcher")
+        self._tasks = [
+            asyncio.create_task(self._watch(), name="lmcache-watcher"),
+            asyncio.create_task(self.ranks.follow(), name="lmcache-ranks"),
+        ]
 
     async def close(self) -> None:
         """Stop the server and wait until it is gone. Call it after the engine's own `close`, so that nothing is asked of it then."""
-        if self._watcher is not None:
-            self._watcher.cancel()
-            await asyncio.gather(self._watcher, return_exceptions=True)
-            self._watcher = None
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
         self.is_up = False
         if self._process is not None:
             await end(self._process)
@@ -124,6 +130,8 @@ class LmcacheServer:
 
     def _changed(self, is_up: bool) -> None:
         self.is_up = is_up
+        if is_up:
+            self.ranks.restarted()
         if self.on_change is not None:
             self.on_change(is_up)
 

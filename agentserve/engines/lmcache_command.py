@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
+from agentserve.engines import lmcache_ranks
+from agentserve.engines.child import import_path
 from agentserve.errors import SetupError
 
 DEFAULT_REDIS_PORT: Final = 6379
@@ -78,6 +80,7 @@ def lmcache_command(options: LmcacheOptions, port: int, http_port: int, password
         "LMCACHE_DISABLE_BANNER": "1",
         "LMCACHE_TRACK_USAGE": "false",
         "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": import_path(),  # for the module below
     }
     second_level: list[str] = []
     if options.url is not None:
@@ -91,7 +94,8 @@ def lmcache_command(options: LmcacheOptions, port: int, http_port: int, password
         *(f"{name}={value}" for name, value in environment.items()),
         *(sys.executable, "-m", "lmcache.cli.main", "server"),
         *(word for name, value in values.items() for word in (f"--{name}", value)),
-        *("--no-l1-use-lazy", "--disable-metrics"),  # its Prometheus port would listen on every address of the host
+        *("--no-l1-use-lazy", "--disable-metrics"),  # LMCache's own counters, which nobody reads here
+        *("--server-module", json.dumps({"module_path": lmcache_ranks.MODULE})),
         *second_level,
     ]
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from typing import Final
+
+from agentserve.engines.child import import_path
 
 PLUGIN_NAME: Final = "agentserve"
 """The entry points' name, as pyproject.toml has them too."""
@@ -25,7 +25,4 @@ def plugin_environment(folder: Path) -> dict[str, str]:
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text(_METADATA)
     (info / "entry_points.txt").write_text(_ENTRY_POINTS)
-    package = Path(__file__).parents[2]
-    # This process's own path behind it: it may run from PYTHONPATH itself.
-    places = [str(info.parent), str(package), *(place for place in sys.path if place and Path(place).is_dir())]
-    return {"VLLM_PLUGINS": PLUGIN_NAME, "PYTHONPATH": os.pathsep.join(dict.fromkeys(places))}
+    return {"VLLM_PLUGINS": PLUGIN_NAME, "PYTHONPATH": import_path(info.parent)}

@@ -94,12 +94,14 @@ class _SparseConfig(msgspec.Struct):
     sparse_index_dim: int = 0
 
 
-def plugin_options(policy: str) -> PluginOptions | None:
-    """For the setting `engine.plugin`. Raises `SetupError` where there is no such policy."""
+def plugin_options(policy: str, tier_bytes: int = 0) -> PluginOptions | None:
+    """For the setting `engine.plugin`, with an exclusive tier of so many bytes behind it. Raises `SetupError` where that cannot be."""
     if policy == "off":
+        if tier_bytes:
+            raise SetupError("--offload-tier exclusive is kept by the engine's plugin: name its policy with --engine-plugin")
         return None
     try:
-        return PluginOptions.read({"policy": policy})
+        return PluginOptions.read({"policy": policy, "tier_bytes": tier_bytes})
     except PluginUnsupported as error:
         raise SetupError(f"--engine-plugin: {error}") from error
 
@@ -128,6 +130,11 @@ def _read_config(model_folder: Path) -> _ModelConfig:
     content = (model_folder / "config.json").read_bytes()
     nested = msgspec.json.decode(content, type=_NestedConfig).text_config
     return msgspec.json.decode(content, type=_ModelConfig) if nested is None else nested
+
+
+def kv_bytes_per_token(model_folder: Path) -> int:
+    """What a token of the generated model takes in the KV cache, over all ranks."""
+    return _read_config(model_folder).kv_bytes_per_token
 
 
 def vllm_command(

@@ -14,8 +14,26 @@ class Arm:
 
     plugin: bool = False
     says_ends: bool = False
+    policy: str = "class_hazard"
+    """The plugin's."""
+    tier_share: float = 0.0
+    """Size of an exclusive tier behind the pool, as a share of the pool."""
     admission: Mapping[str, float] | None = field(default=None)
     """Parameters of working_set, whose gate is in front; None: every turn starts at once."""
+
+    @property
+    def engine(self) -> EngineKind:
+        """The engine that it runs against."""
+        return EngineKind(self.policy if self.plugin else None, self.tier_share)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKind:
+    """Arms of one kind share an engine."""
+
+    policy: str | None
+    """Of the plugin; None: plain vLLM."""
+    tier_share: float
 
 
 def _working_set(alpha: float) -> dict[str, float]:
@@ -37,6 +55,8 @@ ARMS: dict[str, Arm] = {
     "plugin_inferred": Arm(plugin=True),
     "plugin_inferred_admission": Arm(plugin=True, admission=_working_set(0.9)),
     "plugin_said_admission": Arm(plugin=True, says_ends=True, admission=_working_set(1.0)),
+    "lru_tier": Arm(plugin=True, policy="lru", tier_share=0.25),
+    "plugin_said_tier": Arm(plugin=True, says_ends=True, tier_share=0.25),
 }
 QUICK_ARMS = ("plain", "plugin_said", "plugin_inferred")
 

@@ -20,11 +20,11 @@ from pathlib import Path
 from rich.console import Console
 
 from agentserve.engines.embedded import EmbeddedEngine
-from agentserve.engines.hints import EngineHints, NoHints, PluginHints
+from agentserve.engines.hints import EngineHints, NoHints, PluginHints, PluginState
 from agentserve.engines.plugin.options import PluginOptions
 from agentserve.engines.vllm import VllmEngine
-from agentserve.engines.vllm_command import EmbeddedOptions
-from benchmarks.capacity.arms import ARMS, HAZARD_PARAMETERS, QUICK_ARMS
+from agentserve.engines.vllm_command import EmbeddedOptions, kv_bytes_per_token
+from benchmarks.capacity.arms import ARMS, HAZARD_PARAMETERS, QUICK_ARMS, EngineKind
 from benchmarks.capacity.drive import Measured, Run
 from benchmarks.capacity.figures import ArmFigures, faults, figures
 from benchmarks.capacity.same_outputs import greedy_outputs
@@ -63,15 +63,24 @@ class Plan:
         return cls(names, seeds, options.blocks or NUM_BLOCKS, QUICK_SECONDS if options.quick else SECONDS)
 
 
-def _engine_options(cache_folder: Path, num_blocks: int, *, plugin: bool) -> EmbeddedOptions:
-    hazard = PluginOptions("class_hazard", HAZARD_PARAMETERS, time_scale=TIME_SCALE, longest_gap_seconds=GAP_CAP_SECONDS)
+def _engine_options(cache_folder: Path, num_blocks: int, kind: EngineKind) -> EmbeddedOptions:
+    plugin = None
+    if kind.policy is not None:
+        block_bytes = BLOCK_SIZE * kv_bytes_per_token(cache_folder / "nano")
+        plugin = PluginOptions(
+            kind.policy,
+            HAZARD_PARAMETERS if kind.policy == "class_hazard" else {},
+            time_scale=TIME_SCALE,
+            longest_gap_seconds=GAP_CAP_SECONDS,
+            tier_bytes=int(kind.tier_share * num_blocks) * block_bytes,
+        )
     return EmbeddedOptions(
         cache_folder,
         kv_tokens=num_blocks * BLOCK_SIZE,
         block_size=BLOCK_SIZE,
         max_model_len=_MAX_MODEL_LEN,
         dev_mode=True,
-        plugin=hazard if plugin else None,
+        plugin=plugin,
     )
 
 
@@ -84,21 +93,20 @@ class _Site:
         self._folder = folder
         self._progress = progress
         self.measured: dict[str, list[Measured]] = {name: [] for name in plan.arms}
-        self.outputs: dict[bool, list[tuple[int, ...]]] = {}
+        self.outputs: dict[EngineKind, list[tuple[int, ...]]] = {}
         self.plugin_errors: list[str] = []
 
     async def run(self) -> None:
         for place, seed in enumerate(self._plan.seeds):
-            for plugin in (False, True):
-                names = [name for name in self._plan.arms if ARMS[name].plugin is plugin]
-                if names:
-                    await self._engine(names, seed, self._lanes[place], plugin=plugin)
+            for kind in dict.fromkeys(ARMS[name].engine for name in self._plan.arms):
+                names = [name for name in self._plan.arms if ARMS[name].engine == kind]
+                await self._engine(names, seed, self._lanes[place], kind)
 
-    async def _engine(self, names: Sequence[str], seed: int, own: Sequence[Sequence[Play]], *, plugin: bool) -> None:
-        embedded = EmbeddedEngine(_engine_options(self._folder, self._plan.num_blocks, plugin=plugin), progress=self._progress)
+    async def _engine(self, names: Sequence[str], seed: int, own: Sequence[Sequence[Play]], kind: EngineKind) -> None:
+        embedded = EmbeddedEngine(_engine_options(self._folder, self._plan.num_blocks, kind), progress=self._progress)
         await embedded.start()
         engine = VllmEngine(embedded.url)
-        hints: EngineHints = PluginHints(embedded.url) if plugin else NoHints()
+        hints: EngineHints = PluginHints(embedded.url) if kind.policy is not None else NoHints()
         try:
             await engine.start()
             await hints.start()
@@ -107,15 +115,23 @@ class _Site:
                 run = Run(ARMS[name], engine, hints, f"{name}-{seed}", BLOCK_SIZE, self._plan.num_blocks * BLOCK_SIZE)
                 self.measured[name].append(await run.play(own, WARM_SECONDS, self._plan.seconds, seed))
                 await _emptied(embedded.url)
-            if plugin not in self.outputs:
-                self.outputs[plugin] = await greedy_outputs(engine, hints, self._plan.num_blocks * BLOCK_SIZE)
+            if kind not in self.outputs:
+                self.outputs[kind] = await greedy_outputs(engine, hints, self._plan.num_blocks * BLOCK_SIZE)
             state = await hints.state()
-            if plugin and (state is None or not state.is_ordering):
-                self.plugin_errors.append("the plugin does not say that it orders" if state is None else state.off_because)
+            if kind.policy is not None:
+                self._check(kind, state)
         finally:
             await hints.close()
             await engine.close()
             await embedded.close()
+
+    def _check(self, kind: EngineKind, state: PluginState | None) -> None:
+        if state is None:
+            self.plugin_errors.append("the plugin does not say that it orders")
+        elif not state.is_ordering:
+            self.plugin_errors.append(state.off_because)
+        elif kind.tier_share and state.tier_off_because:
+            self.plugin_errors.append(state.tier_off_because)
 
 
 async def _emptied(url: str) -> None:
@@ -152,7 +168,8 @@ def measure(options: Options) -> Result:
 def _result(options: Options, plan: Plan, site: _Site, overhead: tuple[float, float]) -> Result:
     plain = site.measured["plain"]
     by_arm = {name: figures(runs, None if name == "plain" else plain) for name, runs in site.measured.items()}
-    identical = None if len(site.outputs) < 2 else site.outputs[False] == site.outputs[True]
+    first, *others = site.outputs.values()
+    identical = None if not others else all(other == first for other in others)
     found = faults(by_arm["plain"])
     traces = "generated sessions" if options.traces is None else f"sessions of {options.traces.name}, the held-back half"
     notes = [
@@ -160,7 +177,7 @@ def _result(options: Options, plan: Plan, site: _Site, overhead: tuple[float, fl
         f"{plan.seconds:.0f} s measured after {WARM_SECONDS:.0f} s; load average {os.getloadavg()[1]:.1f} over five minutes.",
         "The run counts." if not found else f"The run does not count: {'; '.join(found)}.",
         *(f"plugin: {error}" for error in site.plugin_errors),
-        "An exclusive offload tier is not among the arms yet.",
+        *(f"{name}: an exclusive tier of {ARMS[name].tier_share:.0%} of the blocks." for name in by_arm if ARMS[name].tier_share),
     ]
     flat: dict[str, float | None] = {f"{arm}_{name}": value for arm, one in by_arm.items() for name, value in _values(one).items()}
     top = {

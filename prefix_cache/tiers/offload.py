@@ -18,6 +18,7 @@ from prefix_cache.blocks import BlockHash, chain_hashes, root_hash
 from prefix_cache.events import BlockRemoved, BlockStored, EngineHash, EventBatch
 from prefix_cache.tiers import Tier
 from prefix_cache.tiers.chunks import ChunkSet, Watermark, chunk_keys
+from prefix_cache.tiers.ranks import RankLookups
 
 _NUM_WRONG_TO_DISTRUST = 3
 """So many requests in a row that the remote tier should have served and did not, and it counts as gone."""
@@ -65,6 +66,8 @@ class Offload:
         """Announced chunks whose prefix is not known, or of another size; they never match."""
         self.num_wrong = 0
         """Requests that found less than was predicted, from the last one back to the last hit."""
+        self.ranks: RankLookups | None = None
+        """How often the engine's ranks differ in what they hold; None: nobody counts it."""
         self._given = ChunkSet(max_chunks=max_chunks)
         self._names: dict[EngineHash, BlockHash] = {}
         """Our keys by the cache server's own hash of a chunk; kept after it left, since chunks that come later hang below it."""

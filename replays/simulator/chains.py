@@ -46,6 +46,7 @@ class Branch:
     """Blocks before this depth were computed at some time."""
     evictions: list[tuple[int, int, float]] = field(default_factory=list)
     """(from, to, when) of blocks that left the pool and were not asked for since, the shallowest last."""
+    _path: tuple[Branch, ...] | None = None
 
     def __post_init__(self) -> None:
         self.resident = self.sent = self.computed = self.start
@@ -57,10 +58,9 @@ class Branch:
 
     def path(self) -> tuple[Branch, ...]:
         """From the root to this branch."""
-        branches = [self]
-        while (parent := branches[-1].parent) is not None:
-            branches.append(parent)
-        return tuple(reversed(branches))
+        if self._path is None:
+            self._path = (self,) if self.parent is None else (*self.parent.path(), self)
+        return self._path
 
 
 @dataclass(frozen=True, slots=True)

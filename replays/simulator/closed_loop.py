@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from replays.plan import PlannedCall, TreePlan
 from replays.simulator.chains import Branch
 from replays.simulator.clock import Clock, Rank
-from replays.simulator.loop import LoopOptions, Play, Plays, call_of
+from replays.simulator.loop import LoopOptions, Play, Plays, call_of, tenant_of
 from replays.simulator.outcomes import Outcome
 from replays.simulator.scripts import Script
 from replays.simulator.server import Server
@@ -77,9 +77,9 @@ class ClosedLoop:
             lane.heard(primer=primer)
             self._watch_idle()
 
-        tenants = self.options.num_tenants
+        tenant = tenant_of(self.options, play, lane.number)
         warmup = not self.profiling
-        sent = call_of(play, call, done, warmup=warmup, max_tokens=max_tokens, primer=primer, num_tenants=tenants)
+        sent = call_of(play, call, done, warmup=warmup, max_tokens=max_tokens, primer=primer, tenant=tenant)
         self.server.submit(sent, play.number)
 
     def _watch_idle(self) -> None:
@@ -123,6 +123,7 @@ class _Lane:
 
     def __init__(self, loop: ClosedLoop, number: int) -> None:
         self._loop = loop
+        self.number = number
         self._random = random.Random(f"{loop.options.seed}/{number}")
         self.play: Play | None = None
         self._num_primers = 0

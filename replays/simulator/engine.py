@@ -287,14 +287,16 @@ class Engine:
 
     def _grow(self, request: EngineRequest, num_new: int) -> bool:
         options = self.options
-        end = request.num_computed_tokens + num_new
-        more = -(-(end + options.num_speculative_tokens) // options.block_size) - request.num_blocks
+        end, size = request.num_computed_tokens + num_new, options.block_size
+        if end + options.num_speculative_tokens <= request.num_blocks * size and end < (request.num_hashed + 1) * size:
+            return True  # inside its last block, as nearly always
+        more = -(-(end + options.num_speculative_tokens) // size) - request.num_blocks
         if more > 0:
             if more > self.pool.num_free:
                 return False
             self.pool.allocate(more, self._now)
             request.num_blocks += more
-        self._commit(request, min(end, request.num_tokens) // options.block_size)
+        self._commit(request, min(end, request.num_tokens) // size)
         return True
 
     def _commit(self, request: EngineRequest, depth: int) -> None:
@@ -324,9 +326,10 @@ class Engine:
         if request.first_token is None:
             request.first_token = self._now
             self.on_first_token(request, self._now)
-        request.num_tokens += min(num_out, request.num_output_tokens - request.num_generated)
+        most = request.num_prompt_tokens + request.num_output_tokens
+        request.num_tokens = min(request.num_tokens + num_out, most)
         request.num_drafts = self.options.num_speculative_tokens
-        if request.num_generated < request.num_output_tokens:
+        if request.num_tokens < most:
             return False
         self._end(request)
         return True
@@ -340,9 +343,13 @@ class Engine:
     def _fuse(self, step: Step) -> None:
         """Let the step stand for as many as end nobody before the last of them, if their blocks are there."""
         num_drafts = self.options.num_speculative_tokens
-        num_steps = min(self.options.max_fused_steps, *(self._steps_left(request) for request, num_new in step.scheduled))
-        if any(num_new != 1 + num_drafts or request.num_drafts != num_drafts for request, num_new in step.scheduled) or num_steps < 2:
-            return
+        num_steps = self.options.max_fused_steps
+        for request, num_new in step.scheduled:
+            if num_new != 1 + num_drafts or request.num_drafts != num_drafts:
+                return
+            num_steps = min(num_steps, self._steps_left(request))
+            if num_steps < 2:
+                return
         size = self.options.block_size
         most = (num_steps * self._milli_length) // _MILLI + 2 + 2 * num_drafts
         if sum(max(0, -(-(request.num_tokens + most) // size) - request.num_blocks) for request, _ in step.scheduled) > self.pool.num_free:
@@ -352,7 +359,7 @@ class Engine:
 
     def _steps_left(self, request: EngineRequest) -> int:
         """Decode steps until it ends."""
-        owed = (request.num_output_tokens - request.num_generated) * _MILLI - request.milli_credit
+        owed = (request.num_output_tokens + request.num_prompt_tokens - request.num_tokens) * _MILLI - request.milli_credit
         return -(-owed // self._milli_length)
 
     def _advance(self, request: EngineRequest, num_steps: int) -> None:

@@ -35,6 +35,8 @@ class LoopOptions:
     system_idle_cap: float = 10.0
     num_tenants: int = 1
     """Sessions belong to them in turn."""
+    num_clients: int = 0
+    """Of the closed loop: tenants who are dealt its lanes in turn, instead of its sessions. 0: the server does not know its clients."""
     shuffle: bool = True
     """Draw the sessions in an order that the seed gives; else in the order of the files, as the live replay does."""
     arrivals: float | None = None
@@ -118,6 +120,13 @@ def _uses(play: Play, branch: int, now: float) -> Iterator[tuple[float, int]]:
             yield tree.expected_at(calls[number], now, play.clock_seconds), depth
 
 
+def tenant_of(options: LoopOptions, play: Play, lane: int = 0) -> str | None:
+    """Whose session a play is, as far as the server knows."""
+    if options.num_tenants > 1:
+        return f"tenant-{play.number % options.num_tenants}"
+    return f"client-{lane % options.num_clients}" if options.num_clients else None
+
+
 def call_of(
     play: Play,
     call: PlannedCall,
@@ -126,7 +135,7 @@ def call_of(
     warmup: bool,
     max_tokens: int | None,
     primer: bool = False,
-    num_tenants: int = 1,
+    tenant: str | None = None,
 ) -> Call:
     """What is sent for a planned call. `max_tokens` None: as many as were recorded."""
     numbers = play.script.plan.streams[call.stream]
@@ -139,7 +148,7 @@ def call_of(
         stop=call.request.stop,
         from_user="text" in call.request.input_types,
         tools=call.request.tools,
-        tenant=None if num_tenants == 1 else f"tenant-{play.number % num_tenants}",
+        tenant=tenant,
         warmup=warmup,
         on_done=on_done,
         num_theoretical_blocks=call.theoretical.num_hit_blocks,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from replays.plan import PlannedCall
 from replays.simulator.chains import Branch
 from replays.simulator.clock import Clock, Rank
-from replays.simulator.loop import LoopOptions, Play, Plays, call_of
+from replays.simulator.loop import LoopOptions, Play, Plays, call_of, tenant_of
 from replays.simulator.outcomes import Outcome
 from replays.simulator.scripts import Script
 from replays.simulator.server import Server
@@ -126,8 +126,8 @@ class _Arrival:
             play.tree.finish(call, loop.clock.now, ends_stream=outcome is None)
             self.step()
 
-        tenants = loop.options.num_tenants
-        loop.server.submit(call_of(play, call, done, warmup=not loop.profiling, max_tokens=None, num_tenants=tenants), play.number)
+        tenant = tenant_of(loop.options, play)
+        loop.server.submit(call_of(play, call, done, warmup=not loop.profiling, max_tokens=None, tenant=tenant), play.number)
 
     def _wake(self, version: int) -> None:
         if version == self._version:

@@ -36,13 +36,6 @@ class Prospects(Protocol):
         ...
 
 
-class AllLive:
-    """Nobody knows anything."""
-
-    def outlook(self, branch: Branch, now: float) -> Sequence[tuple[int, Fate, Fate, float | None]]:
-        return ((1 << 60, Fate.LIVE, Fate.LIVE, None),)
-
-
 OnEvict: TypeAlias = Callable[[Branch, int, int, PooledExtent, float], None]
 """Blocks of a branch (from, to) have left the pool."""
 OnStore: TypeAlias = Callable[[Branch, int, int, float], None]
@@ -54,10 +47,15 @@ def covered(path: Path, low: int, high: int) -> Iterator[tuple[Branch, int, int]
     last = len(path) - 1
     for index, branch in enumerate(path):
         end = path[index + 1].start if index < last else high
-        start = max(low, branch.start)
-        end = min(end, high)
+        if end >= high:
+            end, last = high, index
+        start = branch.start
+        if start < low:
+            start = low
         if start < end:
             yield branch, start, end
+        if index == last:
+            return
 
 
 class BlockPool:
@@ -77,7 +75,8 @@ class BlockPool:
         self.num_idle = 0
         """Free blocks that could be hit."""
         self._policy = policy
-        self._prospects = prospects or AllLive()
+        self._prospects = prospects
+        """None: nobody knows anything, and all is live."""
         self._on_evict = on_evict
         self._on_store = on_store
         self._next_id = 0
@@ -126,19 +125,23 @@ class BlockPool:
     def hold(self, holder: int, path: Path, depth: int, now: float) -> None:
         """`holder` uses the first `depth` blocks, which are resident. Changes state."""
         for branch, _, end in covered(path, 0, depth):
-            index = 0
-            while index < len(branch.pieces) and branch.pieces[index].start < end:
-                piece = branch.pieces[index]
+            for index, piece in enumerate(branch.pieces):  # a split adds the next one, which lies behind `end`
+                if piece.start >= end:
+                    break
                 if piece.end > end:
                     self._split(branch, index, end, now)
-                copy = piece.copies[0]
+                copies = piece.copies
+                copy = copies[0]
+                extent = copy.extent
                 if not copy.holders:
                     self.num_idle -= piece.end - piece.start
-                    del self._idle[copy.extent.id]
+                    del self._idle[extent.id]
                 copy.holders.add(holder)
-                copy.extent.num_hits += 1
-                self._rank_piece(piece, now)
-                index += 1
+                extent.num_hits += 1
+                if len(copies) > 1:
+                    self._rank_piece(piece, now)
+                elif extent.ranked:
+                    self._hold_back(copy, now)
 
     def allocate(self, num_blocks: int, now: float) -> None:
         """Take free blocks, first those without a hash, then what the policy gives up. Asserts that there are enough."""
@@ -166,8 +169,9 @@ class BlockPool:
             for piece in branch.pieces:
                 if piece.start >= end:
                     break
-                copy = next(copy for copy in piece.copies if holder in copy.holders)
-                copy.holders.discard(holder)
+                copies = piece.copies
+                copy = copies[0] if len(copies) == 1 else next(copy for copy in copies if holder in copy.holders)
+                copy.holders.remove(holder)
                 if not copy.holders:
                     copy.freed = freed
                     self.num_idle += piece.end - piece.start
@@ -176,9 +180,19 @@ class BlockPool:
                     extent.freed_seconds = freed
                     extent.session_id = use.session_id
                     extent.return_class = use.return_class
-            self.tell(branch, now)
-            self._join(branch, now)
-            for piece in branch.pieces:
+            self._settle(branch, now)
+
+    def _settle(self, branch: Branch, now: float) -> None:
+        """Some of the branch was let go: what has one history now is one piece, and what may be evicted is ranked."""
+        self.tell(branch, now)
+        pieces = branch.pieces
+        if len(pieces) == 1:
+            self._rank_piece(pieces[0], now)
+            return
+        self._join(branch, now)
+        last = pieces[-1]
+        for piece in pieces:
+            if piece is last or len(piece.copies) > 1:  # the only copy of what others hang on is not ranked
                 self._rank_piece(piece, now)
 
     def idle_extents(self) -> Iterator[tuple[PooledExtent, bool]]:
@@ -204,7 +218,7 @@ class BlockPool:
 
     def tell(self, branch: Branch, now: float) -> None:
         """What becomes of `branch` has changed. Changes state."""
-        if not branch.pieces:
+        if self._prospects is None or not branch.pieces:
             return
         outlook = self._prospects.outlook(branch, now)
         for depth, _, _, _ in outlook[:-1]:

@@ -88,7 +88,7 @@ class Simulation:
             engines,
             ADMISSION_POLICIES[options.admission](
                 TicketBook(),
-                Limits(capacity_tokens=capacity, longest_idle_seconds=options.loop.idle_cap),
+                limits_of(options, capacity),
                 options.admission_parameters,
                 self._lives.lifecycle,
             ),
@@ -136,6 +136,13 @@ class Simulation:
         self.anatomy.watch(self.clock, self.server, self.loop)
         self.clock.run()
         return make_report(self.options, self.loop, self.server, self.outcomes, self.anatomy)
+
+
+def limits_of(options: SimulationOptions, capacity_tokens: int) -> Limits:
+    """What the admission policy is told of the engines and of the tiers under them, which count where they are exclusive."""
+    tier = options.tier
+    tier_tokens = tier.capacity_tokens * options.num_replicas if tier is not None and tier.exclusive else None
+    return Limits(capacity_tokens=capacity_tokens, longest_idle_seconds=options.loop.idle_cap, tier_tokens=tier_tokens)
 
 
 def engine_options(options: SimulationOptions, profile: Profile) -> EngineOptions:

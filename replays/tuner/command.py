@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +12,7 @@ from typing import Annotated
 import msgspec
 import xxhash
 from cyclopts import Parameter, validators
-from cyclopts.types import PositiveInt
+from cyclopts.types import NonNegativeFloat, PositiveInt
 
 from replays.simulator.command import EndsName, WorkloadOptions, output, progress_bar, say_error, write_json
 from replays.simulator.grid import BASELINE, ENDS, GridError, check_profile, parse_tier, parse_tokens
@@ -36,12 +37,14 @@ class Job:
     seeds: Sequence[int]
     num_trials: int
     jobs: int
+    gap: float
+    """Points that lru is to lose; 0: the load is that of `base`."""
 
     @property
     def context(self) -> str:
         """All that figures depend on besides the setting, short."""
         calls = [(script.plan.session.id, len(script.plan.calls)) for script in self.tuned]
-        parts = [calls, self.base, self.ends, list(self.seeds), list(self.space.policies), list(self.space.admissions)]
+        parts = [calls, self.base, self.ends, self.gap, list(self.seeds), list(self.space.policies), list(self.space.admissions)]
         return xxhash.xxh3_64_hexdigest(msgspec.json.encode([repr(part) for part in parts]))
 
 
@@ -50,10 +53,11 @@ def tune_command(
     /,
     *,
     policy: Annotated[list[str], Parameter(consume_multiple=True)] = [],  # noqa: B006  # never changed
-    admission: Annotated[list[str], Parameter(consume_multiple=True)] = [],  # noqa: B006  # never changed
+    admission: Annotated[list[str], Parameter(consume_multiple=True)] = ["working_set"],  # noqa: B006  # never changed
     capacity: str = "",
     tier: str = "0",
     streams: PositiveInt = 28,
+    gap: NonNegativeFloat = 0.0,
     ends: EndsName = "unknown",
     seeds: Annotated[list[int], Parameter(consume_multiple=True)] = [1, 2, 3],  # noqa: B006  # never changed
     trials: PositiveInt = 60,
@@ -75,13 +79,16 @@ def tune_command(
     policy
         Eviction policies that may be chosen; by default all that an engine can run.
     admission
-        Admission policies that may be chosen beside fcfs.
+        Admission policies that may be chosen beside fcfs; none: fcfs alone.
     capacity
         Tokens of the KV pool, such as 6264960 or 6.26M; by default the profile's.
     tier
         Tokens of a CPU tier, as in `simulate`; lru, which all is compared with, has none.
     streams
         Session trees that are live at a time.
+    gap
+        Points that lru is to lose to eviction: the load is looked for, from `streams` on, for the search and for the judgement each;
+        0: it is `streams`.
     ends
         Whether policies are told that a session has ended, as in `simulate`.
     seeds
@@ -113,7 +120,7 @@ def tune_command(
         base = replace(
             base, capacity_tokens=tokens, knowledge=ENDS[ends], tier=parse_tier(tier), loop=replace(base.loop, concurrency=streams)
         )
-        job = Job(workload.name, tuned, kept, base, ends, space, seeds, trials, options.num_jobs)
+        job = Job(workload.name, tuned, kept, base, ends, space, seeds, trials, options.num_jobs, gap)
         setting = _tune(job, study, out)
         if apply_to:
             _apply(apply_to, admin_key, setting)
@@ -137,24 +144,28 @@ def _apply(where: str, admin_key: str, setting: Setting) -> None:
 def _tune(job: Job, journal: Path | None, out: Path | None) -> Setting:
     """Search, judge, report; the winner."""
     # Optuna and matplotlib take a second to import, which only this command should pay.
-    from replays.tuner.judge import judge
+    from replays.tuner.judge import held_back_seeds, judge
     from replays.tuner.report import TUNE_DEFINITIONS, TuneReport, trials_of, tune_tables
     from replays.tuner.search import open_study, processes, search, tried
 
     started = time.monotonic()
     opened = open_study(journal, job.context, job.space, job.seeds[0])
-    with processes(job.tuned, job.jobs) as executor, progress_bar("searching") as progress:
-        search(opened, job.space, job.base, job.seeds, job.num_trials, executor, job.jobs, progress)
+    with processes(job.tuned, job.jobs) as executor:
+        base = _at_load(job, executor, job.seeds)
+        with progress_bar("searching") as progress:
+            search(opened, job.space, base, job.seeds, job.num_trials, executor, job.jobs, progress)
     trials, best, plain = trials_of(tried(opened))
     setting = next(trial.setting for trial in trials if trial.number == best)
-    with processes(job.held_back, job.jobs) as executor, progress_bar("judging") as progress:
-        judged = judge(executor, job.base, setting, job.seeds, progress)
+    with processes(job.held_back, job.jobs) as executor:
+        held_back = _at_load(job, executor, held_back_seeds(job.seeds))
+        with progress_bar("judging") as progress:
+            judged = judge(executor, held_back, setting, job.seeds, progress)
     report = TuneReport(
         traces=job.traces,
         num_tuned_sessions=len(job.tuned),
         num_held_back_sessions=len(job.held_back),
         profile=job.base.profile,
-        streams=job.base.loop.concurrency,
+        streams=base.loop.concurrency,
         capacity_tokens=judged[0].capacity_tokens,
         ends=job.ends,
         tier_tokens=job.base.tier.capacity_tokens if job.base.tier is not None else 0,
@@ -170,6 +181,17 @@ def _tune(job: Job, journal: Path | None, out: Path | None) -> Setting:
     if out is not None:
         _write(out, report)
     return setting
+
+
+def _at_load(job: Job, executor: Executor, seeds: Sequence[int]) -> SimulationOptions:
+    """`job.base`, at the load where lru loses `job.gap` points of the sessions of `executor`."""
+    from replays.tuner.load import streams_that_lose
+
+    if not job.gap:
+        return job.base
+    with progress_bar("looking for the load") as progress:
+        streams = streams_that_lose(executor, job.base, job.gap, seeds, progress)
+    return replace(job.base, loop=replace(job.base.loop, concurrency=streams))
 
 
 def _write(out: Path, report: object) -> None:

@@ -3,17 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from replays.simulator.grid import BASELINE
-from replays.tuner.search import DIRECTIONS, Tried, objectives
+from replays.simulator.grid import BASELINE, PointReport
 from replays.tuner.space import Setting
 
+DIRECTIONS = {"hit_rate": "maximize", "ttft_p95_seconds": "minimize", "requests_per_second": "maximize", "preemptions": "minimize"}
+"""Figures of a point that are searched for, and which way is better."""
 LEAST_THROUGHPUT = 0.995
 """Share of the baseline's requests a second that a recommended setting must keep: less is noise between seeds."""
 
+_WORST_SECONDS = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """One setting and what it came to: over all seeds, or on the first, where it fell behind."""
+
+    number: int
+    setting: Setting
+    point: PointReport
+
+
+def objectives(point: PointReport) -> list[float]:
+    """The figures of `DIRECTIONS`. A load under which nothing ended is the worst there is."""
+    ttft = point.ttft_p95_seconds
+    return [point.hit_rate or 0.0, _WORST_SECONDS if ttft is None else ttft, point.requests_per_second, point.preemptions]
+
 
 def front(found: Sequence[Tried]) -> list[Tried]:
-    """Those that no other beats in one figure without losing in another, the highest hit rate first; of equals the first tried."""
+    """Those that no other beats in one figure without losing in another, the highest hit rate first; of equals the first tried.
+
+    Who fell behind on its first seed is not among them: its figures would not compare.
+    """
+    found = whole(found)
     signs = [1 if way == "maximize" else -1 for way in DIRECTIONS.values()]
     scores = [[sign * value for sign, value in zip(signs, objectives(one.point), strict=True)] for one in found]
     kept: list[Tried] = []
@@ -36,7 +59,21 @@ def baseline(found: Sequence[Tried]) -> Tried:
 
 
 def winner(found: Sequence[Tried]) -> Tried:
-    """The highest hit rate among those that keep the baseline's throughput; equal ones by TTFT p95."""
+    """The smallest gap to the ceiling among those that keep the baseline's throughput; equal ones by hit rate and TTFT p95.
+
+    Not the hit rate itself: an engine that is faster gets to other turns in the same time, and their ceiling is another.
+    """
     least = LEAST_THROUGHPUT * baseline(found).point.requests_per_second
-    able = [one for one in found if one.point.requests_per_second >= least]
-    return max(able, key=lambda one: (one.point.hit_rate or 0.0, -(one.point.ttft_p95_seconds or 0.0), -one.number))
+    able = [one for one in whole(found) if one.point.requests_per_second >= least]
+    return max(able, key=_merit)
+
+
+def _merit(one: Tried) -> tuple[float, float, float, int]:
+    point = one.point
+    return -(point.gap_points or 0.0), point.hit_rate or 0.0, -(point.ttft_p95_seconds or 0.0), -one.number
+
+
+def whole(found: Sequence[Tried]) -> list[Tried]:
+    """Those that were simulated with every seed, as the baseline was."""
+    seeds = baseline(found).point.seeds
+    return [one for one in found if one.point.seeds == seeds]

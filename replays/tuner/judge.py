@@ -16,7 +16,11 @@ from replays.tuner.space import ORACLE, Setting
 LOADS = (0.75, 0.9, 1.1, 1.25)
 """Sessions at a time around the load of the search, as shares of it."""
 _NEW_SEEDS = 1000
-"""Held-back runs draw other orders than the search did."""
+
+
+def held_back_seeds(seeds: Sequence[int]) -> list[int]:
+    """Held-back runs draw other orders than the search did."""
+    return [seed + _NEW_SEEDS for seed in seeds]
 
 
 class Judged(Struct, kw_only=True):
@@ -35,17 +39,23 @@ class Judged(Struct, kw_only=True):
 
 
 def judge(
-    executor: Executor, base: SimulationOptions, setting: Setting, seeds: Sequence[int], progress: Progress = lambda done, total: None
+    executor: Executor,
+    base: SimulationOptions,
+    setting: Setting,
+    seeds: Sequence[int],
+    progress: Progress = lambda done, total: None,
+    *,
+    around: Sequence[float] = LOADS,
 ) -> list[Judged]:
-    """One row a load, that of the search first. `executor` has the held-back sessions."""
+    """One row a load, that of `base` first, then the shares `around` it. `executor` has the held-back sessions."""
     streams = base.loop.concurrency
-    loads = list(dict.fromkeys([streams, *(max(1, round(share * streams)) for share in LOADS)]))
+    loads = list(dict.fromkeys([streams, *(max(1, round(share * streams)) for share in around)]))
     wanted: list[SimulationOptions] = []
     for load in loads:
         at = replace(base, loop=replace(base.loop, concurrency=load))
         wanted += [Setting(BASELINE).on(replace(at, tier=None)), setting.on(at)]
     wanted.append(Setting(ORACLE).on(base))
-    *points, oracle = run_points(executor, wanted, [seed + _NEW_SEEDS for seed in seeds], progress)
+    *points, oracle = run_points(executor, wanted, held_back_seeds(seeds), progress)
     return [_judged(points[2 * place], points[2 * place + 1], oracle if place == 0 else None) for place in range(len(loads))]
 
 

@@ -11,14 +11,13 @@ from rich.text import Text
 
 from replays.simulator.grid import DEFINITIONS, PointReport
 from replays.simulator.tables import millions, number, percent
-from replays.tuner.front import LEAST_THROUGHPUT, baseline, front, winner
+from replays.tuner.front import LEAST_THROUGHPUT, Tried, baseline, front, winner
 from replays.tuner.judge import Judged
-from replays.tuner.search import Tried
 from replays.tuner.space import Setting
 
 TUNE_DEFINITIONS = DEFINITIONS | {
     "front": "trials that none beats in one of hit_rate, ttft_p95_seconds, requests_per_second, preemptions without losing in another",
-    "winner": f"the trial with the highest hit rate of those that keep {100 * LEAST_THROUGHPUT:g} % of lru's requests a second",
+    "winner": f"the trial with the smallest gap of those that keep {100 * LEAST_THROUGHPUT:g} % of lru's requests a second",
     "judged": "the winner and lru on sessions that the search has not seen, with other seeds; the load of the search first",
     "closed_share": "1 − gap of the winner over gap of lru, on held-back sessions",
 }

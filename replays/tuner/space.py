@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from math import exp, log
+from random import Random
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from admission.choice import Choice
+from admission.choice import Choice, Knob
 from admission.eviction import EVICTION_POLICIES
 from admission.policies import ADMISSION_POLICIES
 from replays.simulator.grid import BASELINE, GridError, PolicySpec
@@ -15,10 +17,20 @@ from replays.simulator.run import SimulationOptions
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial, Trial
 
+Value = TypeVar("Value")
+
 ORACLE = "farthest_next_use"
 """The bound: what a policy that knows the future would do."""
 PLAIN_ADMISSION = "fcfs"
 _ADMISSION = "admission"
+KEPT = frozenset({"cold_tokens", "quantum_tokens", "trim_step"})
+"""Parameters of admission that are promises to tenants, or a controller of their own: they keep their defaults."""
+LONGEST_HOLD_SECONDS = 300.0
+"""That a search may let a turn wait: the longer it may, the less is missed, and clients take a long wait for a hang."""
+_SWITCH = 0.25
+"""How often a step goes to other policies."""
+_STEP = 0.15
+"""Mean size of a step from a setting, as a share of a parameter's range."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,40 +76,79 @@ class Space:
         admission = trial.suggest_categorical(_ADMISSION, list(self.admissions)) if len(self.admissions) > 1 else self.admissions[0]
         return Setting(
             policy,
-            _suggested(trial, policy, EVICTION_POLICIES[policy]),
+            _suggested(trial, policy, EVICTION_POLICIES[policy].knobs()),
             admission,
-            _admission_values(trial, admission),
+            _suggested(trial, f"{_ADMISSION}.{admission}", admission_knobs(admission)),
         )
 
     def first(self) -> list[dict[str, object]]:
         """The choices to begin with: every policy as it is by default, so that each has its place in the report."""
         pairs = [(policy, self.admissions[0]) for policy in self.policies]
-        pairs += [(policy, admission) for policy in self.policies[-1:] for admission in self.admissions[1:]]
+        pairs += [(policy, admission) for policy in self._strongest() for admission in self.admissions[1:]]
         return [self._defaults(policy, admission) for policy, admission in pairs]
+
+    def _strongest(self) -> list[str]:
+        """Those that admission is tried with at once: who knows the dead, or else the last."""
+        return [policy for policy in self.policies if EVICTION_POLICIES[policy].reads_fates] or list(self.policies[-1:])
+
+    def near(self, setting: Setting, random: Random) -> dict[str, object]:
+        """A step from `setting`: some of its parameters moved; where it has none, and one time in four, beside other policies."""
+        pair = setting.policy, setting.admission
+        if random.random() < _SWITCH or not knobs_of(*pair):
+            others = [(policy, admission) for policy in self.policies for admission in self.admissions if knobs_of(policy, admission)]
+            pair = random.choice(others or [pair])
+        knobs = knobs_of(*pair)
+        known = _prefixed(setting.policy, setting.parameters) | _prefixed(f"{_ADMISSION}.{setting.admission}", setting.admission_parameters)
+        values = self._defaults(*pair) | {name: known[name] for name in knobs if name in known}
+        moved = [name for name in knobs if random.random() < 0.5] or list(knobs)[:1]
+        return values | {name: _moved(knobs[name], values[name], random) for name in moved}
 
     def _defaults(self, policy: str, admission: str) -> dict[str, object]:
         values: dict[str, object] = {"policy": policy}
         if len(self.admissions) > 1:
             values[_ADMISSION] = admission
-        values |= _default_values(policy, EVICTION_POLICIES[policy])
+        values |= _default_values(policy, EVICTION_POLICIES[policy], EVICTION_POLICIES[policy].knobs())
         if admission != PLAIN_ADMISSION:
-            values |= _default_values(f"{_ADMISSION}.{admission}", ADMISSION_POLICIES[admission])
+            values |= _default_values(f"{_ADMISSION}.{admission}", ADMISSION_POLICIES[admission], admission_knobs(admission))
         return values
 
 
-def _suggested(trial: Trial, prefix: str, choice: Choice) -> dict[str, float]:
-    rows = choice.knobs().items()
+def admission_knobs(name: str) -> dict[str, Knob]:
+    """What may be chosen of an admission policy. First come, first served is what a plain engine does: it stays as it is."""
+    if name == PLAIN_ADMISSION:
+        return {}
+    knobs = {key: knob for key, knob in ADMISSION_POLICIES[name].knobs().items() if key not in KEPT}
+    if "hold_seconds" in knobs:
+        knobs["hold_seconds"] = replace(knobs["hold_seconds"], high=LONGEST_HOLD_SECONDS)
+    return knobs
+
+
+def knobs_of(policy: str, admission: str) -> dict[str, Knob]:
+    """What may be chosen of both, by the names that a trial has for it."""
+    return _prefixed(policy, EVICTION_POLICIES[policy].knobs()) | _prefixed(f"{_ADMISSION}.{admission}", admission_knobs(admission))
+
+
+def _prefixed(prefix: str, values: Mapping[str, Value]) -> dict[str, Value]:
+    return {f"{prefix}.{name}": value for name, value in values.items()}
+
+
+def _moved(knob: Knob, value: object, random: Random) -> float:
+    """`value` some steps away, inside its range."""
+    assert isinstance(value, float)
+    is_log = knob.log and knob.low > 0
+    low, high, here = (log(knob.low), log(knob.high), log(value)) if is_log else (knob.low, knob.high, value)
+    there = here + random.gauss(0, _STEP) * (high - low)
+    return min(max(exp(there) if is_log else there, knob.low), knob.high)
+
+
+def _suggested(trial: Trial, prefix: str, knobs: Mapping[str, Knob]) -> dict[str, float]:
+    rows = knobs.items()
     return {name: trial.suggest_float(f"{prefix}.{name}", row.low, row.high, log=row.log and row.low > 0) for name, row in rows}
 
 
-def _admission_values(trial: Trial, name: str) -> dict[str, float]:
-    """First come, first served is what a plain engine does: it stays as it is."""
-    return {} if name == PLAIN_ADMISSION else _suggested(trial, f"{_ADMISSION}.{name}", ADMISSION_POLICIES[name])
-
-
-def _default_values(prefix: str, choice: Choice) -> dict[str, object]:
+def _default_values(prefix: str, choice: Choice, knobs: Mapping[str, Knob]) -> dict[str, object]:
     defaults: Any = choice.parameters()
-    return {f"{prefix}.{name}": float(getattr(defaults, name)) for name in choice.knobs()}
+    return {f"{prefix}.{name}": float(getattr(defaults, name)) for name in knobs}
 
 
 def setting_of(trial: FrozenTrial, admissions: Sequence[str] = (PLAIN_ADMISSION,)) -> Setting:

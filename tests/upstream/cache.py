@@ -26,6 +26,10 @@ class KvModel:
     decode_tokens_per_second: float = float("inf")
     max_num_batched_tokens: int = 2048
     """Prompt tokens of one step; requests take turns in steps of this size."""
+    hash_algorithm: str = "sha256"
+    """As /metrics tells it."""
+    hash_seed: str | None = None
+    """Changes the name of every block, as PYTHONHASHSEED does; told nowhere."""
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
@@ -80,9 +84,9 @@ class Allocation:
     num_stored_blocks: int = 0
 
 
-def block_hash(parent: int | None, ids: Sequence[int], salt: str | None) -> int:
+def block_hash(parent: int | None, ids: Sequence[int], salt: str | None, seed: str | None = None) -> int:
     """64 bits over the block and all before it. Which hash is the engine's own affair: consumers take it as it comes."""
-    key = repr((parent, tuple(ids), salt)).encode()
+    key = repr((parent, tuple(ids), salt, *([] if seed is None else [seed]))).encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big")
 
 
@@ -195,7 +199,7 @@ class BlockCache:
     def _hashes(self, ids: Sequence[int], salt: str | None, parent: int | None, limit: int) -> list[int]:
         size, hashes = self.model.block_size, []
         for start in range(0, min(len(ids), limit) // size * size, size):
-            parent = block_hash(parent, ids[start : start + size], salt if start == 0 else None)
+            parent = block_hash(parent, ids[start : start + size], salt if start == 0 else None, self.model.hash_seed)
             hashes.append(parent)
         return hashes
 

@@ -80,17 +80,25 @@ class ScriptedEngine:
             self.cache.append(allocation, ids)
             await self._publish(self.cache)
 
-    async def preempt(self, allocation: Allocation, num_output_tokens: int) -> None:
-        """Take the request's blocks away, and let it compute them again. Its count of cached tokens stays that of its first run."""
+    async def preempt(self, allocation: Allocation, num_output_tokens: int, *, keep_blocks: bool = False) -> None:
+        """Take the request's blocks away, and let it compute them again. Its count of cached tokens stays that of its first run.
+
+        With `keep_blocks` nobody else needs them: its second run hits its own, and the engine's counters take that for a hit of a prompt.
+        """
         if self.cache is None:
             return
         self.counters.num_preemptions += 1
         num_cached, ids = allocation.num_cached_tokens, tuple(allocation.ids)
-        self.cache.drop(allocation)
+        if keep_blocks:
+            self.cache.free(allocation)
+        else:
+            self.cache.drop(allocation)
         await self._publish(self.cache)
         again = await self._admit(self.cache, Work(ids, num_output_tokens, allocation.salt, allocation.session_id))
         allocation.blocks, allocation.hashes = again.blocks, again.hashes
         allocation.num_stored_blocks, allocation.num_cached_tokens = again.num_stored_blocks, again.num_cached_tokens
+        self.counters.num_prompt_tokens += len(ids) if keep_blocks else 0
+        self.counters.num_cached_tokens += again.num_cached_tokens if keep_blocks else 0
         await self._prefill(self.cache, allocation)
         allocation.num_cached_tokens = num_cached
 
@@ -152,6 +160,7 @@ class ScriptedEngine:
             kv = self.cache.model
             # vLLM counts its null block too.
             config = f'block_size="{kv.block_size}",enable_prefix_caching="True",engine="0",num_gpu_blocks="{kv.num_blocks + 1}"'
+            config += f',prefix_caching_hash_algo="{kv.hash_algorithm}"'
             samples.append(("gauge", "vllm:cache_config_info", config, 1.0))
         return _exposition(samples)
 

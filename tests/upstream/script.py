@@ -52,6 +52,8 @@ class Script:
     """Send an error event after so many events, then [DONE], as vLLM does when its engine dies in a stream."""
     preempt_after_chunks: int | None = None
     """Take the request's blocks away after so many events and let others have them; then it computes them again, as vLLM does."""
+    preempted_blocks_stay: bool = False
+    """Nobody takes them meanwhile: the request's second run hits its own, which engines' counters have taken for hits of prompts."""
     status: int = 200
     """Other than 200: answer with an error body and this status."""
     message: str = "scripted error"

@@ -214,7 +214,8 @@ class Upstream:
         if number:
             await asyncio.sleep(exchange.script.itl_seconds)
         if allocation is not None and number == exchange.script.preempt_after_chunks:
-            await self.engine.preempt(allocation, sum(map(len, exchange.answer.chunks[number:])))
+            num_left = sum(map(len, exchange.answer.chunks[number:]))
+            await self.engine.preempt(allocation, num_left, keep_blocks=exchange.script.preempted_blocks_stay)
         await self.engine.decode(allocation, exchange.answer.chunks[number])
 
     def _authorized(self, request: web.Request) -> bool:

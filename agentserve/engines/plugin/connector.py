@@ -1,9 +1,11 @@
-"""The carrier: a KV connector that moves nothing. vLLM hands it the block pool and tells it of each request, under the stock scheduler.
+"""The carrier: a KV connector. vLLM hands it the block pool and tells it of each request, under the stock scheduler.
 
     --kv-transfer-config '{"kv_connector": "AgentserveConnector", "kv_role": "kv_producer",
                            "kv_connector_module_path": "agentserve.engines.plugin.connector"}'
 
-or as the first child of a MultiConnector. As a producer it does not make vLLM hold freed blocks back, as a consumer of KV would.
+or as the first child of a MultiConnector. As a producer it does not make vLLM hold freed blocks back, as a consumer of KV would. It moves
+KV only where it has a tier of its own: a block that leaves the GPU is copied to the tier by the step that takes the block, before that
+step computes anything, and one that a request gets back is copied back likewise.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
 from agentserve.engines.plugin import control
 from agentserve.engines.plugin.options import PluginOptions
 from agentserve.engines.plugin.ordering import Ordering
-from agentserve.engines.plugin.supported import check_pool, check_queue, check_version, installed_version
+from agentserve.engines.plugin.supported import block_bytes, check_pool, check_queue, check_tier, check_version, installed_version
+from agentserve.engines.plugin.tier_worker import StepJobs, StepReport, TierWorker
 
 _log = init_logger("vllm.agentserve")  # vLLM shows its own loggers only
 
@@ -31,13 +34,19 @@ _NOTHING = _Nothing()
 
 
 class AgentserveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # as above
-    """One in the scheduler's process, which orders, and one in each worker, which does nothing."""
+    """One in the scheduler's process, which orders, and one in each worker, which copies for the tier if there is one."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._options = PluginOptions.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._num_groups = len(kv_cache_config.kv_cache_groups) if kv_cache_config is not None else 1
         self._ordering: Ordering | None = None
+        self._worker: TierWorker | None = None
+        self._num_slots = 0
+        if self._options.tier_bytes:
+            check_tier(KVConnectorBase_V1, vllm_config.parallel_config)
+            ranks = vllm_config.parallel_config.world_size
+            self._num_slots = self._options.tier_bytes // (ranks * block_bytes(kv_cache_config))
         if role == KVConnectorRole.SCHEDULER and self._options.policy != "off":
             if not self._options.any_version:
                 check_version(installed_version())
@@ -53,9 +62,10 @@ class AgentserveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         if self._options.policy == "off":
             return
         check_pool(gpu_block_pool, self._num_groups)
-        self._ordering = Ordering(gpu_block_pool, self._options, time.monotonic, _warn)
+        self._ordering = Ordering(gpu_block_pool, self._options, time.monotonic, _warn, self._num_slots)
         control.current = self._ordering
-        _log.info("agentserve orders %d blocks by %s", gpu_block_pool.num_gpu_blocks - 1, self._options.policy)
+        num_blocks = gpu_block_pool.num_gpu_blocks - 1
+        _log.info("agentserve orders %d blocks by %s, with %d behind them", num_blocks, self._options.policy, self._num_slots)
 
     def on_new_request(self, request: Any) -> None:
         if self._ordering is not None:
@@ -63,12 +73,19 @@ class AgentserveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._ordering is not None:
-            self._ordering.placed(request, blocks.blocks[0])
+            self._ordering.placed(request, blocks.blocks[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         if self._ordering is not None:
             self._ordering.step(scheduler_output.preempted_req_ids or ())
+            if self._num_slots:
+                return StepJobs(self._ordering.tier.jobs(scheduler_output.total_num_scheduled_tokens))
         return _NOTHING
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        report = connector_output.kv_connector_worker_meta
+        if self._ordering is not None and isinstance(report, StepReport):
+            self._ordering.tier.done(report.num_loaded_blocks, report.load_seconds, report.fault)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         if self._ordering is not None:
@@ -79,10 +96,28 @@ class AgentserveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         return self.request_finished(request, block_ids[0])
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return 0, False
+        if self._ordering is None or not self._num_slots:
+            return 0, False
+        return self._ordering.tier.promise(request, num_computed_tokens), False
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        if self._num_slots:
+            self._worker = TierWorker(kv_caches, self._kv_cache_config.num_blocks, self._num_slots)
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        if self._worker is not None and isinstance(kv_connector_metadata, StepJobs):
+            self._worker.store(kv_connector_metadata.jobs)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """There is nothing to load."""
+        metadata = self._get_connector_metadata()
+        if self._worker is not None and isinstance(metadata, StepJobs):
+            self._worker.load(metadata.jobs)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set() if self._worker is None else self._worker.lost_blocks()
+
+    def build_connector_worker_meta(self) -> StepReport | None:
+        return None if self._worker is None else self._worker.report()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """There is nothing to wait for."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from admission.eviction.policy import EvictionPolicy, Extent, Fate
-from agentserve.engines.plugin.nodes import Block, Branch, Node
+from agentserve.engines.plugin.nodes import Block, Branch, Node, like
 
 MAX_OWNERS: Final = 64
 """Branches remembered a node: of a head that thousands of sessions share the latest count."""
@@ -33,6 +33,8 @@ class Forest:
         """Who waits → the nodes that are protected for it."""
         self.num_evicted: dict[bool, int] = {True: 0, False: 0}
         """Evicted blocks by whether they were believed dead."""
+        self.on_evict: Callable[[Node, list[Block]], None] | None = None
+        """Told of each node's victims, deepest first, while it still hangs on its parent."""
         self._policy = policy
         self._clock = clock
         self._next_id = 0
@@ -127,6 +129,8 @@ class Forest:
             self.num_evicted[extent.fate is not Fate.LIVE] += len(taken) - before
             extent.num_blocks = len(blocks)
             extent.end_block = node.end
+            if self.on_evict is not None and len(taken) > before:
+                self.on_evict(node, taken[before:])
             if not blocks:
                 self._drop(node, now)
             else:
@@ -246,7 +250,7 @@ class Forest:
         if not node.children and node.blocks[-1].ref_cnt == 0:
             self._extend(node, unknown[::-1])
             return
-        lower = self._node(unknown[::-1], node.end, node, _like(node.extent))
+        lower = self._node(unknown[::-1], node.end, node, like(node.extent))
         for branch in node.owners:
             self._own(lower, branch)
         lower.extent.fate, lower.extent.protected = lower.fate(), False
@@ -311,7 +315,7 @@ class Forest:
         """Cut in two; the lower part is new and comes back."""
         facts, now = node.extent, self._clock()
         children, node.children = node.children, {}
-        lower = self._node(node.blocks[at:], node.start + at, node, _like(facts))
+        lower = self._node(node.blocks[at:], node.start + at, node, like(facts))
         del node.blocks[at:]
         facts.num_blocks, facts.end_block = len(node.blocks), node.end
         for child in children:
@@ -380,20 +384,3 @@ class Forest:
         if parent is not None:
             del parent.children[node]
             self._rank(parent, now)
-
-
-def _like(facts: Extent) -> Extent:
-    """A new extent with the same history."""
-    return Extent(
-        0,
-        facts.session_id,
-        0,
-        facts.inserted_seconds,
-        facts.freed_seconds,
-        num_hits=facts.num_hits,
-        fate=facts.fate,
-        return_class=facts.return_class,
-        priority=facts.priority,
-        retention_seconds=facts.retention_seconds,
-        protected=facts.protected,
-    )

@@ -24,7 +24,9 @@ They can still be hit while they wait in the list."""
 class OrderedFreeQueue(FreeKVCacheBlockQueue):  # type: ignore[misc] # vLLM is not always there to be type-checked
     """Takes the place of `pool.free_block_queue` and of what it holds."""
 
-    def __init__(self, pool: Any, forest: Forest, on_fault: Callable[[Exception], None], lookahead_blocks: int = 0) -> None:
+    def __init__(
+        self, pool: Any, forest: Forest, on_fault: Callable[[Exception], None], lookahead_blocks: int = 0, *, chooses_ahead: bool = True
+    ) -> None:
         # The list is taken over as it is, so its own __init__, which would build a new one, is not called.
         self.__dict__.update(pool.free_block_queue.__dict__)
         self.num_listed = self.num_free_blocks
@@ -34,7 +36,7 @@ class OrderedFreeQueue(FreeKVCacheBlockQueue):  # type: ignore[misc] # vLLM is n
         self._node_of = forest.node_of
         self._on_fault = on_fault
         self._lookahead_blocks = lookahead_blocks
-        self._batch_blocks = min(_MOST_AHEAD, pool.num_gpu_blocks // _POOL_PER_AHEAD)
+        self._batch_blocks = min(_MOST_AHEAD, pool.num_gpu_blocks // _POOL_PER_AHEAD) if chooses_ahead else 0
         self._fault: Exception | None = None
         pool.free_block_queue = self
 

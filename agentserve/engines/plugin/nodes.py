@@ -5,11 +5,15 @@ A node is a run of cached blocks of one chain that requests use and free togethe
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from admission.eviction.policy import Extent, Fate
 from admission.return_class import UNKNOWN
+
+Key: TypeAlias = bytes
+"""vLLM's hash of a block, which covers all that comes before it."""
 
 
 class Block(Protocol):
@@ -46,6 +50,8 @@ class Branch:
     """In the order of their first use."""
     num_prompt_blocks: int = 0
     """Whole blocks of its last prompt: what lies behind them was generated."""
+    kept: dict[Run, None] = field(default_factory=dict)
+    """What the offload tier keeps of it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -74,3 +80,47 @@ class Node:
         """Live while it is so to one owner; else what it became last."""
         fates = list(self.owners.values())
         return Fate.LIVE if Fate.LIVE in fates or not fates else fates[-1]
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """Blocks of one chain in the offload tier."""
+
+    extent: Extent
+    start: int
+    """Position of the first in its chain, in blocks."""
+    parent: Key | None
+    """The block before the first."""
+    owners: set[Branch]
+    """To whom it is alive."""
+    keys: deque[Key] = field(default_factory=deque)
+    """From the root's side to the deep end. Never empty."""
+    slots: deque[int] = field(default_factory=deque)
+    """Where each of them lies."""
+    is_promised: bool = False
+    """A request is about to load of it."""
+    is_known: bool = False
+    """Whether the policy was told of it."""
+    is_ranked: bool = False
+    """Whether the policy may choose it."""
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.keys)
+
+
+def like(facts: Extent, extent_id: int = 0) -> Extent:
+    """A new extent with the same history."""
+    return Extent(
+        extent_id,
+        facts.session_id,
+        0,
+        facts.inserted_seconds,
+        facts.freed_seconds,
+        num_hits=facts.num_hits,
+        fate=facts.fate,
+        return_class=facts.return_class,
+        priority=facts.priority,
+        retention_seconds=facts.retention_seconds,
+        protected=facts.protected,
+    )

@@ -32,6 +32,8 @@ class PluginOptions:
     """Idle times are cut at this (before scaling), for replays."""
     lookahead_blocks: int = 0
     """Next victims kept in vLLM's own list, for connectors that read it to see what is about to be evicted."""
+    tier_bytes: int = 0
+    """Host memory over all ranks for an exclusive tier, which keeps what leaves the GPU alive; 0: no tier."""
     protected_requests: int = 64
     """The paths of so many waiting requests (and awaited sessions) go only when nothing else is left."""
     any_version: bool = False
@@ -50,6 +52,8 @@ class PluginOptions:
         if options.policy not in ("off", *POLICY_NAMES):
             there = ", ".join(POLICY_NAMES)
             raise PluginUnsupported(f"kv_connector_extra_config: no policy {options.policy!r}; there are: off, {there}")
+        if options.tier_bytes < 0 or (options.tier_bytes and (options.policy == "off" or options.lookahead_blocks)):
+            raise PluginUnsupported("kv_connector_extra_config: tier_bytes needs a policy that is not off, and no lookahead_blocks")
         return options
 
 
@@ -58,8 +62,10 @@ def transfer_config(options: PluginOptions, beside: str | None = None) -> str:
     extra = {name: value for name, value in asdict(options).items() if value != getattr(PluginOptions(), name)}
     config: dict[str, Any] = {"kv_connector": CONNECTOR, "kv_connector_module_path": MODULE, "kv_role": "kv_producer"}
     config["kv_connector_extra_config"] = extra
+    if options.tier_bytes:
+        config["kv_load_failure_policy"] = "recompute"
     if beside is not None:
         other = msgspec.json.decode(beside, type=dict[str, Any])
-        common: dict[str, Any] = {name: other[name] for name in _COMMON if name in other}
+        common: dict[str, Any] = {name: one[name] for one in (config, other) for name in _COMMON if name in one}
         config = {"kv_connector": "MultiConnector", **common, "kv_connector_extra_config": {"connectors": [config, other]}}
     return msgspec.json.encode(config).decode()

@@ -18,7 +18,9 @@ from agentserve.engines.plugin.wire import HintBatch, PluginState
 class Ordering:
     """Orders `pool`'s free blocks from now on. Its calls never raise: a fault is told to `warn` once, and vLLM's own queue is back."""
 
-    def __init__(self, pool: Any, options: PluginOptions, clock: Callable[[], float], warn: Callable[[str, Exception], None]) -> None:
+    def __init__(
+        self, pool: Any, options: PluginOptions, clock: Callable[[], float], warn: Callable[[str, Exception], None], num_slots: int = 0
+    ) -> None:
         self._pool = pool
         self._warn = warn
         self._cache = pool.cached_block_hash_to_block
@@ -26,10 +28,13 @@ class Ordering:
         self._off_because = ""
         returns = ReturnModel(_return_parameters(options))
         try:
-            self._retention = Retention(pool, options, returns, clock)
+            self._retention = Retention(pool, options, returns, clock, num_slots, warn)
         except PolicyParameterError as error:
             raise PluginUnsupported(f"kv_connector_extra_config: {error}") from error
-        self._queue = OrderedFreeQueue(pool, self._retention.forest, self._turn_off, options.lookahead_blocks)
+        self.tier = self._retention.tier
+        self._queue = OrderedFreeQueue(
+            pool, self._retention.forest, self._turn_off, options.lookahead_blocks, chooses_ahead=not self.tier.is_on
+        )
 
     @property
     def is_on(self) -> bool:
@@ -39,8 +44,9 @@ class Ordering:
         self._notice_reset()
         self._safely(self._retention.arrived, request)
 
-    def placed(self, request: Any, blocks: Any) -> None:
+    def placed(self, request: Any, blocks: Any, num_external_tokens: int = 0) -> None:
         self._notice_reset()
+        self.tier.placed(request, blocks, num_external_tokens)
         self._safely(self._retention.placed, request, blocks)
 
     def finished(self, request: Any, block_ids: list[int]) -> None:
@@ -82,6 +88,14 @@ class Ordering:
             num_hints=retention.counts.num_hints,
             num_bad_hints=retention.counts.num_bad_hints,
             num_errors=self._num_errors,
+            tier_off_because=self.tier.off_because,
+            num_tier_blocks=self.tier.num_slots,
+            num_kept_blocks=self.tier.num_kept,
+            num_stored_blocks=self.tier.counts.num_stored,
+            num_loaded_blocks=self.tier.counts.num_loaded,
+            num_dropped_blocks=self.tier.num_dropped,
+            num_displaced_blocks=self.tier.num_displaced,
+            num_declined_loads=self.tier.speeds.num_declined,
             resident_blocks=resident,
         )
 
@@ -89,6 +103,7 @@ class Ordering:
         """Assert what must hold between steps. O(blocks)."""
         forest = self._retention.forest
         forest.check_integrity()
+        self.tier.check_integrity()
         queue = self._pool.free_block_queue
         assert queue.num_free_blocks == len(queue.get_all_free_blocks())
         assert queue.num_free_blocks == sum(block.ref_cnt == 0 and not block.is_null for block in self._pool.blocks)
@@ -98,6 +113,7 @@ class Ordering:
         if self._pool.cached_block_hash_to_block is not self._cache:
             self._cache = self._pool.cached_block_hash_to_block
             self._safely(self._queue.flush)
+            self.tier.clear()
 
     def _safely(self, call: Callable[..., None], *arguments: Any) -> None:
         if self.is_on:
@@ -110,6 +126,7 @@ class Ordering:
         self._num_errors += 1
         self._off_because = f"{type(error).__name__}: {error}"
         self._warn("agentserve's eviction order is off, vLLM evicts in LRU order", error)
+        self.tier.turn_off(error)  # it hears of victims by the order
 
 
 def _return_parameters(options: PluginOptions) -> ReturnParameters:

@@ -16,7 +16,9 @@ from admission.eviction.policy import Extent, Fate, Pool
 from admission.returns import ReturnModel
 from agentserve.engines.plugin.forest import Forest
 from agentserve.engines.plugin.nodes import Branch, Node, Session
+from agentserve.engines.plugin.offloading import OffloadTier
 from agentserve.engines.plugin.options import PluginOptions
+from agentserve.engines.plugin.tier import ExclusiveTier
 from agentserve.engines.plugin.wire import XARG, BadHint, HintBatch, SessionHint, TurnHints, read_turn
 
 _LEAST_SWEEP: Final = 1024
@@ -43,8 +45,16 @@ class Counts:
 class Retention:
     """One engine's sessions. `pool`: vLLM's BlockPool; `clock`: seconds, only rising."""
 
-    def __init__(self, pool: Any, options: PluginOptions, returns: ReturnModel, clock: Callable[[], float]) -> None:
-        """Raises PolicyParameterError."""
+    def __init__(
+        self,
+        pool: Any,
+        options: PluginOptions,
+        returns: ReturnModel,
+        clock: Callable[[], float],
+        num_slots: int = 0,
+        warn: Callable[[str, Exception], None] = lambda message, error: None,
+    ) -> None:
+        """`num_slots`: of the offload tier, whose faults are told to `warn`; 0: there is none. Raises PolicyParameterError."""
         self.sessions: dict[str, Session] = {}
         self.counts = Counts()
         self.policy = options.policy
@@ -58,7 +68,11 @@ class Retention:
         """Requests that came and have no blocks yet."""
         self._awaited: list[tuple[float, str]] = []
         self._sweep_at = _LEAST_SWEEP
-        self.forest = Forest(pool.num_gpu_blocks, self._build(options.policy, options.parameters), clock)
+        self.forest = Forest(pool.num_gpu_blocks, self._build(options.policy, options.parameters, pool.num_gpu_blocks - 1), clock)
+        kept = ExclusiveTier(num_slots, self._build(options.policy, options.parameters, num_slots), clock) if num_slots else None
+        self.tier = OffloadTier(kept, pool.hash_block_size, clock, warn)
+        if num_slots:
+            self.forest.on_evict = self.tier.evicted
 
     def arrived(self, request: Any) -> None:
         """A request came into the engine's queue. Changes state."""
@@ -96,7 +110,9 @@ class Retention:
         self._leave_queue(request.request_id)
         branch, session = known.branch, known.branch.session
         pool_blocks = self._pool.blocks
-        nodes = self.forest.trace(_cached([pool_blocks[block_id] for block_id in block_ids]), branch)
+        path = _cached([pool_blocks[block_id] for block_id in block_ids])
+        self.tier.finished(request, branch, len(path), concludes=known.hints.branch_id is not None)
+        nodes = self.forest.trace(path, branch)
         self.forest.hold(nodes, branch, hit=False)
         nodes = self.forest.join(nodes)
         branch.num_prompt_blocks = request.num_prompt_tokens // self._pool.hash_block_size
@@ -127,6 +143,10 @@ class Retention:
                 if node.extent.session_id == session.id:
                     self._write_facts(node.extent, session)
                     self.forest.reconsider(node)
+            kept = [run for branch in session.branches.values() for run in branch.kept if run.extent.session_id == session.id]
+            for run in kept:
+                self._write_facts(run.extent, session)
+            self.tier.reconsider(kept)
         if hint.fate is not None:
             self._set_fate(session, hint, hint.fate)
         if hint.awaited_seconds is not None:
@@ -137,9 +157,11 @@ class Retention:
         for hint in batch.hints:
             self.tell(hint)
         if batch.policy is not None:
-            policy = self._build(batch.policy, batch.parameters)
+            policy = self._build(batch.policy, batch.parameters, self._pool.num_gpu_blocks - 1)
             self.policy, self.parameters = batch.policy, dict(batch.parameters)
             self.forest.switch(policy)
+            if self.tier.is_on:
+                self.tier.switch(self._build(batch.policy, batch.parameters, self.tier.num_slots))
 
     @property
     def has_waiting(self) -> bool:
@@ -169,8 +191,8 @@ class Retention:
         self._queued.pop(request_id, None)
         self.forest.unprotect(request_id)
 
-    def _build(self, policy: str, parameters: Mapping[str, float]) -> Any:
-        return EVICTION_POLICIES[policy].build(Pool(self._pool.num_gpu_blocks - 1, self._returns), parameters)
+    def _build(self, policy: str, parameters: Mapping[str, float], num_blocks: int) -> Any:
+        return EVICTION_POLICIES[policy].build(Pool(num_blocks, self._returns), parameters)
 
     def _hints(self, request: Any) -> TurnHints:
         value = _carried(request)
@@ -229,20 +251,23 @@ class Retention:
         if hints.fate is not Fate.LIVE and hints.fate is not Fate.ENDED:
             for node in list(branch.nodes):
                 self.forest.set_fate(node, branch, hints.fate)
+            self.tier.cut(branch, 0)
 
     def _nodes(self, session: Session, hint: SessionHint) -> list[Node]:
         """Those that the hint is about; cut where it says a depth."""
-        depth = -(-hint.start_tokens // self._pool.hash_block_size)
         nodes = []
-        for branch in session.branches.values():
-            if hint.branch_id is not None and branch.id != hint.branch_id:
-                continue
-            first = max(depth, branch.num_prompt_blocks) if hint.only_generated else depth
+        for branch, first in self._parts(session, hint):
             for node in list(branch.nodes):
                 part = self.forest.cut(node, first)
                 if part is not None:
                     nodes.append(part)
         return nodes
+
+    def _parts(self, session: Session, hint: SessionHint) -> list[tuple[Branch, int]]:
+        """The branches that the hint is about, and from which block on."""
+        depth = -(-hint.start_tokens // self._pool.hash_block_size)
+        branches = [branch for branch in session.branches.values() if hint.branch_id in (None, branch.id)]
+        return [(branch, max(depth, branch.num_prompt_blocks) if hint.only_generated else depth) for branch in branches]
 
     def _set_fate(self, session: Session, hint: SessionHint, fate: Fate) -> None:
         if hint.branch_id is None and not hint.start_tokens and not hint.only_generated:
@@ -253,6 +278,8 @@ class Retention:
             for branch in [branch for branch in node.owners if branch.session is session]:
                 if hint.branch_id in (None, branch.id):
                     self.forest.set_fate(node, branch, fate)
+        for branch, first in self._parts(session, hint) if fate is not Fate.LIVE else ():
+            self.tier.cut(branch, first)
         for branch in list(session.branches.values()):
             self._forget_if_empty(branch)
 
@@ -263,7 +290,7 @@ class Retention:
 
     def _forget_if_empty(self, branch: Branch) -> None:
         session = branch.session
-        if not branch.nodes and session.num_running == 0:
+        if not branch.nodes and not branch.kept and session.num_running == 0:
             session.branches.pop(branch.id, None)
             if not session.branches:
                 self.sessions.pop(session.id, None)

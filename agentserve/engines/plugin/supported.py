@@ -85,6 +85,23 @@ def check_pool(pool: Any, num_groups: int) -> None:
         raise PluginUnsupported("blocks are in use already: the plugin must be there before the first request")
 
 
+def check_tier(connector: type, parallel: Any) -> None:
+    """Raises PluginUnsupported where vLLM does not let a connector copy blocks before they are overwritten."""
+    taken = list(inspect.signature(connector.handle_preemptions).parameters) if hasattr(connector, "handle_preemptions") else []
+    if taken != ["self", "kv_connector_metadata"] or not hasattr(connector, "build_connector_worker_meta"):
+        raise PluginUnsupported("this vLLM tells no connector of blocks before they are overwritten: start without tier_bytes")
+    if parallel.pipeline_parallel_size != 1:
+        raise PluginUnsupported("the offload tier works without pipeline parallelism: start without tier_bytes")
+
+
+def block_bytes(kv_cache_config: Any) -> int:
+    """What a block takes on one rank, in all layers."""
+    group = kv_cache_config.kv_cache_groups[0]
+    spec = group.kv_cache_spec
+    # A spec of several kinds of layers is their sum.
+    return int(spec.page_size_bytes) * (1 if hasattr(spec, "kv_cache_specs") else len(group.layer_names))
+
+
 def _has(thing: Any, names: tuple[str, ...]) -> None:
     for name in names:
         if not hasattr(thing, name):

@@ -104,6 +104,19 @@ class PluginState:
     """That could not be read. A hint on a session with nothing resident is not bad, it does nothing."""
     num_errors: int
     """Faults of the plugin itself; the first one turns it off."""
+    tier_off_because: str = ""
+    """Why there is no offload tier, or none any more; empty: it works."""
+    num_tier_blocks: int = 0
+    """What the tier holds at most."""
+    num_kept_blocks: int = 0
+    num_stored_blocks: int = 0
+    num_loaded_blocks: int = 0
+    num_dropped_blocks: int = 0
+    """That left the tier because they were dead, or on the GPU again."""
+    num_displaced_blocks: int = 0
+    """That left it, or were never let in, because it was full."""
+    num_declined_loads: int = 0
+    """That were not made because computing was quicker."""
     resident_blocks: Mapping[str, int] = field(default_factory=dict)
     """By session: free blocks that the session let go last."""
 
