@@ -16,7 +16,7 @@ import msgspec
 import xxhash
 
 from agentserve.conversation import TurnOptions, running_digests
-from agentserve.dialects.json_body import decode_body, decode_part
+from agentserve.dialects.json_body import decode_body, decode_part, decode_parts
 from agentserve.dialects.logprob_form import num_top
 from agentserve.dialects.openai_chat import in_call_order, parse_arguments
 from agentserve.dialects.sampling import SamplingFields, sampling
@@ -87,6 +87,7 @@ class ToolForm(msgspec.Struct):
 
 _request = msgspec.json.Decoder(ResponsesRequest)
 _item = msgspec.json.Decoder(InputItem)
+_items = msgspec.json.Decoder(list[InputItem])
 _tools = msgspec.json.Decoder(list[ToolForm] | None)
 
 
@@ -207,7 +208,9 @@ class ResponsesConversation:
         steps: list[tuple[int | None, list[Item]]] = []
         base = self._num_head
         calls = self._calls_before(base + start)
-        entries = [self._read(index) for index in range(base + start, len(self._items))]
+        first = base + start
+        items = decode_parts(_items, _item, self._items[first:], lambda place: self._name(first + place))
+        entries = [self._entry(index, item) for index, item in enumerate(items, first)]
         for kind, group in groupby(entries, lambda entry: entry.kind):
             run = list(group)
             end = run[-1].index + 1 - base
@@ -233,9 +236,14 @@ class ResponsesConversation:
         return entry.kind == "message" and entry.item.role in HEAD_ROLES
 
     def _read(self, index: int) -> Entry:
-        name = f"input[{index - self._num_before}]" if index >= self._num_before else f"item {index} of the previous response"
-        item = decode_part(_item, self._items[index], name)
+        return self._entry(index, decode_part(_item, self._items[index], self._name(index)))
+
+    def _entry(self, index: int, item: InputItem) -> Entry:
+        name = self._name(index)
         return Entry(index, name, item, _kind(item, name))
+
+    def _name(self, index: int) -> str:
+        return f"input[{index - self._num_before}]" if index >= self._num_before else f"item {index} of the previous response"
 
 
 @dataclass(frozen=True, slots=True)
