@@ -23,6 +23,8 @@ _COUNT_BYTES = {0xDC: 2, 0xDD: 4}
 """Of the length of a msgpack array, behind its first byte; arrays of at most 15 items begin otherwise."""
 _MARKER = 0xCB
 _MAX_WIDTH = 5
+_PIECE_IDS = 16_384
+"""As many are compared at once as leave their tables in a core's cache."""
 
 
 class SentBlocks(array):  # type: ignore[type-arg]  # of ints
@@ -88,7 +90,18 @@ class SentPrompts:
 
 
 def _is_packed(ids: npt.NDArray[np.uint32], items: memoryview) -> bool:
-    """Whether `items` are the msgpack integers `ids`, each in its shortest form, one behind the other.
+    """Whether `items` are the msgpack integers `ids`, each in its shortest form, one behind the other."""
+    at = 0
+    for start in range(0, len(ids), _PIECE_IDS):
+        num_bytes = _num_packed(ids[start : start + _PIECE_IDS], items[at:])
+        if not num_bytes:
+            return False
+        at += num_bytes
+    return at == len(items)
+
+
+def _num_packed(ids: npt.NDArray[np.uint32], items: memoryview) -> int:
+    """Bytes that `ids` take up at the head of `items`; 0 if something else is there.
 
     An integer is itself in a byte, or a marker (0xCC, 0xCD, 0xCE) and 1, 2 or 4 bytes, the highest first.
     """
@@ -96,11 +109,12 @@ def _is_packed(ids: npt.NDArray[np.uint32], items: memoryview) -> bool:
     kinds = (ids > 0x7F).view(np.uint8) + (ids > 0xFF).view(np.uint8) + is_long
     widths = kinds + is_long + np.uint8(1)
     ends = np.cumsum(widths, dtype=np.int64)
-    if ends[-1] != len(items):
-        return False
-    padded = np.frombuffer(bytes(_MAX_WIDTH) + items, np.uint8)  # an item that ends at `end` has its last byte at `end + 4` here
+    num_bytes = int(ends[-1])
+    if num_bytes > len(items):
+        return 0
+    padded = np.frombuffer(bytes(_MAX_WIDTH) + items[:num_bytes], np.uint8)  # an item that ends at `end` has its last byte at `end + 4`
     same = (padded[_MAX_WIDTH:][ends - widths] == kinds + np.uint8(_MARKER)) | (kinds == 0)
     for place, least in enumerate((0, 2, 3, 3)):
         digits = (ids >> np.uint32(8 * place)).astype(np.uint8)
         same &= (padded[_MAX_WIDTH - 1 - place :][ends] == digits) | (kinds < least)
-    return bool(same.all())
+    return num_bytes if same.all() else 0

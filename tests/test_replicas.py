@@ -14,6 +14,7 @@ import aiohttp
 import pytest
 
 from agentserve.errors import SetupError
+from tests.processes import wait_until
 from tests.scripted import asked, assert_nothing_is_held
 from tests.serving import Reply, Served, chat, serving
 from tests.upstream import FormatRenderer, KvModel, Script, Upstream, in_thread
@@ -139,7 +140,8 @@ async def test_turns_that_a_dead_engine_leaves_are_shared_out_among_the_others(r
         assert served.server.replicas.num_moved_turns >= 4
         shares = [len(asked(engine)) for engine in others]
         assert max(shares) - min(shares) <= 3, shares
-        assert all(replica.load == 0 for replica in served.server.replicas)
+        # A client has its answer a moment before the server is through with the turn.
+        assert await asyncio.to_thread(wait_until, lambda: all(replica.load == 0 for replica in served.server.replicas), 10)
 
 
 async def test_where_no_engine_is_left_the_last_error_is_told(renderer: FormatRenderer, model_folder: Path) -> None:

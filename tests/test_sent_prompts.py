@@ -56,6 +56,17 @@ def test_a_single_other_id_is_seen(ids: array[int], place: int, other: int) -> N
     assert (known is not None) == (changed == ids)
 
 
+def test_prompts_longer_than_a_piece_are_compared_to_their_end() -> None:
+    ids = array("I", [place * 7919 % 200_000 for place in range(200 * BLOCK)])
+    known = announced(sent(ids), ids)
+    assert known is not None
+    assert array("I", known) == ids
+    for place in (0, 16_383, 16_384, len(ids) - 1):
+        changed = array("I", ids)
+        changed[place] ^= 1
+        assert announced(sent(ids), changed) is None
+
+
 @pytest.mark.parametrize("packed", [[], b"\xcc" * 2048, "text" * 500, [-1] * 2048, [0.5] * 2048, [[1]] * 2048])
 def test_other_things_than_ids_are_left_to_the_decoder(packed: object) -> None:
     prompts = sent(array("I", [1] * 8 * BLOCK))
