@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 from msgspec import Raw
 from xxhash import xxh3_128
 
-from model.conversation import Head, Item, Json
+from model.conversation import Head, Item, Json, ToolCall
 
 
 def running_digests(seed: bytes, parts: Iterable[bytes | Raw]) -> list[bytes]:
@@ -57,6 +57,14 @@ class Conversation(Protocol):
         Raises InvalidRequest naming the message at fault.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Onto:
+    """What an appended conversation follows: `seed` keeps its digests apart from all others, `calls` may be answered by its results."""
+
+    seed: bytes
+    calls: tuple[ToolCall, ...]
 
 
 @dataclass(frozen=True, slots=True)

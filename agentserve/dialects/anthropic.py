@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from agentserve.conversation import TurnOptions, running_digests
+from agentserve.conversation import Onto, TurnOptions, running_digests
 from agentserve.dialects.json_body import decode_body, decode_part, decode_parts
 from agentserve.dialects.openai_chat import in_call_order, parse_arguments
 from agentserve.dialects.sampling import SamplingFields, sampling
@@ -134,22 +134,24 @@ def client_session(request: MessagesRequest) -> str | None:
 
 
 class MessagesConversation:
-    """The system text, tools and messages of a request as a `Conversation`."""
+    """The system text, tools and messages of a request as a `Conversation`. With `onto` there is no head: all messages are new ones."""
 
     first = 0
 
-    def __init__(self, request: MessagesRequest) -> None:
+    def __init__(self, request: MessagesRequest, onto: Onto | None = None) -> None:
         self._system = request.system
         self._tools = request.tools
         self._messages = request.messages
+        self._calls = onto.calls if onto is not None else ()
         roles = (_decode_role(raw, index) for index, raw in enumerate(request.messages))
-        self._num_head = next((index for index, role in enumerate(roles) if role != "system"), len(request.messages))
+        num_system = next((index for index, role in enumerate(roles) if role != "system"), len(request.messages))
+        self._num_head = 0 if onto is not None else num_system
         if self._num_head == len(request.messages):
             raise InvalidRequest("messages must hold a user or assistant message beside the system text", param="messages")
         if _decode_role(request.messages[-1], len(request.messages) - 1) == "assistant":
             raise Unsupported("the last message must not be the assistant's: continuing a given answer is not supported", param="messages")
-        digest = xxhash.xxh3_128(b"anthropic")
-        for raw in (request.system, request.tools, *request.messages[: self._num_head]):
+        digest = xxhash.xxh3_128(b"anthropic" if onto is None else onto.seed)
+        for raw in () if onto is not None else (request.system, request.tools, *request.messages[: self._num_head]):
             digest.update(raw)
         self.chain: list[bytes] = [digest.digest()]
         for raw in request.messages[self._num_head :]:
@@ -205,7 +207,9 @@ class MessagesConversation:
     def _calls_before(self, start: int) -> tuple[ToolCall, ...]:
         """The calls of the message before the first that is read, whose results may follow."""
         index = self._num_head + start - 1
-        if start == 0 or _decode_role(self._messages[index], index) != "assistant":
+        if start == 0:
+            return self._calls
+        if _decode_role(self._messages[index], index) != "assistant":
             return ()
         return _assistant(self._read(index), index).calls
 

@@ -7,13 +7,12 @@ ignored, as the API does; wrong types are refused with the path of the field.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 import xxhash
 
-from agentserve.conversation import TurnOptions, running_digests
+from agentserve.conversation import Onto, TurnOptions, running_digests
 from agentserve.dialects.json_body import MAX_DEPTH, decode_body, decode_part, decode_parts, is_deep
 from agentserve.dialects.known_bodies import BodyScan, KnownBodies
 from agentserve.dialects.logprob_form import num_top
@@ -171,14 +170,6 @@ def _structured(form: dict[str, Any] | None) -> dict[str, Json] | None:
         raise InvalidRequest("response_format.json_schema must hold a schema object", param="response_format")
     known = "text, json_object or json_schema"
     raise InvalidRequest(f"response_format.type {form.get('type')!r} is not known: use {known}", param="response_format")
-
-
-@dataclass(frozen=True, slots=True)
-class Onto:
-    """What an appended conversation follows: `seed` keeps its digests apart from all others, `calls` may be answered by its results."""
-
-    seed: bytes
-    calls: tuple[ToolCall, ...]
 
 
 class ChatConversation:
