@@ -100,3 +100,5 @@ class TurnOptions:
     """Answers to generate for the one prompt."""
     answer_id: str | None = None
     since: str | None = None
+    names: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """The client's names of the engine's fields, where they differ."""

@@ -97,7 +97,9 @@ def options(request: MessagesRequest, answer_id: str | None = None) -> TurnOptio
     stop = tuple(request.stop_sequences or ())
     if any(not text for text in stop):
         raise InvalidRequest("stop_sequences must not hold an empty string", param="stop_sequences")
-    asked = sampling(request, _structured(request.output_config))
+    structured = _structured(request.output_config)
+    names = {"messages": "messages", **({"structured_outputs": "output_config.format"} if structured is not None else {})}
+    asked = sampling(request, structured, request.max_tokens, names)
     since = request.diagnostics.previous_message_id if request.diagnostics is not None else None
     return TurnOptions(
         max_tokens=request.max_tokens,
@@ -108,6 +110,7 @@ def options(request: MessagesRequest, answer_id: str | None = None) -> TurnOptio
         tools=anthropic_tool_choice(request.tool_choice),
         answer_id=answer_id if request.diagnostics is not None else None,
         since=since,
+        names=names,
     )
 
 
@@ -176,9 +179,12 @@ class MessagesConversation:
     def tools(self) -> tuple[Tool, ...]:
         """The tools offered, in the client's order."""
         forms = (decode_part(_tools, self._tools, "tools") if bytes(self._tools) else None) or []
-        for form in forms:
+        for index, form in enumerate(forms):
             if form.type not in (None, "custom"):
                 raise Unsupported(f"tools of type {form.type!r} are not supported: only 'custom'", param="tools")
+            if not form.name:
+                at = f"tools[{index}].name"
+                raise InvalidRequest(f"{at} must not be empty", param=at)
         return tuple(Tool(form.name, form.description or "", form.input_schema) for form in forms)
 
     def steps(self, start: int) -> list[tuple[int | None, list[Item]]]:

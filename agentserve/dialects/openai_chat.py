@@ -152,10 +152,12 @@ def options(request: ChatRequest) -> TurnOptions:
     if any(not text for text in stop):
         raise InvalidRequest("stop must not hold an empty string", param="stop")
     limit = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
-    said = sampling(request, _structured(request.response_format))
+    structured = _structured(request.response_format)
+    names = {"structured_outputs": "response_format"} if structured is not None else {}
+    said = sampling(request, structured, limit, names)
     choice = openai_tool_choice(request.tool_choice, request.parallel_tool_calls)
     top = num_top(bool(request.logprobs), request.top_logprobs)
-    return TurnOptions(limit, said, stop, request.priority, request.vllm_xargs or {}, choice, top, request.n or 1)
+    return TurnOptions(limit, said, stop, request.priority, request.vllm_xargs or {}, choice, top, request.n or 1, names=names)
 
 
 def _structured(form: dict[str, Any] | None) -> dict[str, Json] | None:
@@ -245,9 +247,12 @@ class ChatConversation:
         if not bytes(self._tools):
             return ()
         forms = decode_part(_tools, self._tools, "tools") or []
-        for form in forms:
+        for index, form in enumerate(forms):
             if form.type != "function":
                 raise Unsupported(f"tools of type {form.type!r} are not supported: only 'function'", param="tools")
+            if not form.function.name:
+                at = f"tools[{index}].function.name"
+                raise InvalidRequest(f"{at} must not be empty", param=at)
         return tuple(Tool(f.function.name, f.function.description or "", f.function.parameters) for f in forms)
 
     def steps(self, start: int) -> list[tuple[int, list[Item]]]:
