@@ -76,6 +76,11 @@ class RefuseAll:
 
 def _answer(request: Request, error: AgentserveError) -> Response:
     """`error` in the dialect of the path."""
-    dialect = anthropic_errors if request.url.path.startswith("/v1/messages") else errors
-    body = msgspec.json.encode(dialect.error_body(error))
+    body = error_text(request.url.path, error)
     return Response(body, status_code=error.status, headers=errors.error_headers(error), media_type="application/json")
+
+
+def error_text(path: str, error: AgentserveError) -> bytes:
+    """The JSON of `error` in the dialect of the path."""
+    dialect = anthropic_errors if path.startswith("/v1/messages") else errors
+    return msgspec.json.encode(dialect.error_body(error))

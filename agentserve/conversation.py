@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 from msgspec import Raw
 from xxhash import xxh3_128
 
-from model.conversation import Head, Item, Json
+from model.conversation import Head, Item, Json, ToolCall
 
 
 def running_digests(seed: bytes, parts: Iterable[bytes | Raw]) -> list[bytes]:
@@ -60,6 +60,14 @@ class Conversation(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Onto:
+    """What an appended conversation follows: `seed` keeps its digests apart from all others, `calls` may be answered by its results."""
+
+    seed: bytes
+    calls: tuple[ToolCall, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ToolChoice:
     """What the model may or must call: `names` only (None: any tool that is offered), one call at most with `single`."""
 
@@ -92,3 +100,5 @@ class TurnOptions:
     """Answers to generate for the one prompt."""
     answer_id: str | None = None
     since: str | None = None
+    names: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """The client's names of the engine's fields, where they differ."""

@@ -8,6 +8,7 @@
     │   ├── NotFound                404  unknown model, session or route
     │   ├── BodyTimeout             408  a body that does not arrive in time
     │   ├── BodyTooLarge            413
+    │   ├── HeadTooLarge            431  request line and headers beyond what is read
     │   ├── UnsupportedMediaType    415  a body in a form that is not JSON, or a content coding that is not known
     │   └── Unsupported             400  a feature that the engine or the model does not have
     ├── Busy                        429  queue limits reached; carries Retry-After
@@ -84,6 +85,11 @@ class BodyTimeout(ClientError):
 class BodyTooLarge(ClientError):
     status = 413
     code = "request_too_large"
+
+
+class HeadTooLarge(ClientError):
+    status = 431
+    code = "request_header_fields_too_large"
 
 
 class UnsupportedMediaType(ClientError):

@@ -347,9 +347,9 @@ class Turns:
             session.used = self.clock()
             self.namespaces.trim(session.used)
 
-    async def count(self, conversation: Conversation, namespace: Namespace) -> int:
+    async def count(self, conversation: Conversation, namespace: Namespace, onto: Node | None = None) -> int:
         """The tokens of the prompt that a turn would send. Books nothing and leaves nothing behind."""
-        place = await self._places.find(conversation, namespace.ledger)
+        place = await self._places.find(conversation, namespace.ledger, onto)
         namespace.ledger.release(place.node)
         return place.node.end + len(place.open_ids)
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from agentserve.conversation import TurnOptions, running_digests
+from agentserve.conversation import Onto, TurnOptions, running_digests
 from agentserve.dialects.json_body import decode_body, decode_part, decode_parts
 from agentserve.dialects.openai_chat import in_call_order, parse_arguments
 from agentserve.dialects.sampling import SamplingFields, sampling
@@ -97,7 +97,9 @@ def options(request: MessagesRequest, answer_id: str | None = None) -> TurnOptio
     stop = tuple(request.stop_sequences or ())
     if any(not text for text in stop):
         raise InvalidRequest("stop_sequences must not hold an empty string", param="stop_sequences")
-    asked = sampling(request, _structured(request.output_config))
+    structured = _structured(request.output_config)
+    names = {"messages": "messages", **({"structured_outputs": "output_config.format"} if structured is not None else {})}
+    asked = sampling(request, structured, request.max_tokens, names)
     since = request.diagnostics.previous_message_id if request.diagnostics is not None else None
     return TurnOptions(
         max_tokens=request.max_tokens,
@@ -108,6 +110,7 @@ def options(request: MessagesRequest, answer_id: str | None = None) -> TurnOptio
         tools=anthropic_tool_choice(request.tool_choice),
         answer_id=answer_id if request.diagnostics is not None else None,
         since=since,
+        names=names,
     )
 
 
@@ -134,22 +137,24 @@ def client_session(request: MessagesRequest) -> str | None:
 
 
 class MessagesConversation:
-    """The system text, tools and messages of a request as a `Conversation`."""
+    """The system text, tools and messages of a request as a `Conversation`. With `onto` there is no head: all messages are new ones."""
 
     first = 0
 
-    def __init__(self, request: MessagesRequest) -> None:
+    def __init__(self, request: MessagesRequest, onto: Onto | None = None) -> None:
         self._system = request.system
         self._tools = request.tools
         self._messages = request.messages
+        self._calls = onto.calls if onto is not None else ()
         roles = (_decode_role(raw, index) for index, raw in enumerate(request.messages))
-        self._num_head = next((index for index, role in enumerate(roles) if role != "system"), len(request.messages))
+        num_system = next((index for index, role in enumerate(roles) if role != "system"), len(request.messages))
+        self._num_head = 0 if onto is not None else num_system
         if self._num_head == len(request.messages):
             raise InvalidRequest("messages must hold a user or assistant message beside the system text", param="messages")
         if _decode_role(request.messages[-1], len(request.messages) - 1) == "assistant":
             raise Unsupported("the last message must not be the assistant's: continuing a given answer is not supported", param="messages")
-        digest = xxhash.xxh3_128(b"anthropic")
-        for raw in (request.system, request.tools, *request.messages[: self._num_head]):
+        digest = xxhash.xxh3_128(b"anthropic" if onto is None else onto.seed)
+        for raw in () if onto is not None else (request.system, request.tools, *request.messages[: self._num_head]):
             digest.update(raw)
         self.chain: list[bytes] = [digest.digest()]
         for raw in request.messages[self._num_head :]:
@@ -174,9 +179,12 @@ class MessagesConversation:
     def tools(self) -> tuple[Tool, ...]:
         """The tools offered, in the client's order."""
         forms = (decode_part(_tools, self._tools, "tools") if bytes(self._tools) else None) or []
-        for form in forms:
+        for index, form in enumerate(forms):
             if form.type not in (None, "custom"):
                 raise Unsupported(f"tools of type {form.type!r} are not supported: only 'custom'", param="tools")
+            if not form.name:
+                at = f"tools[{index}].name"
+                raise InvalidRequest(f"{at} must not be empty", param=at)
         return tuple(Tool(form.name, form.description or "", form.input_schema) for form in forms)
 
     def steps(self, start: int) -> list[tuple[int | None, list[Item]]]:
@@ -205,7 +213,9 @@ class MessagesConversation:
     def _calls_before(self, start: int) -> tuple[ToolCall, ...]:
         """The calls of the message before the first that is read, whose results may follow."""
         index = self._num_head + start - 1
-        if start == 0 or _decode_role(self._messages[index], index) != "assistant":
+        if start == 0:
+            return self._calls
+        if _decode_role(self._messages[index], index) != "assistant":
             return ()
         return _assistant(self._read(index), index).calls
 

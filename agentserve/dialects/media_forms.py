@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from agentserve.errors import Unsupported
+from agentserve.errors import InvalidRequest, Unsupported
 
 CHAT_TYPES = ("image_url", "input_audio", "audio_url", "video_url", "file")
 MESSAGES_TYPES = ("image", "document")
@@ -28,8 +28,27 @@ def hints_at_media(body: bytes, types: Sequence[str]) -> bool:
 
 
 def chat_media(messages: Sequence[msgspec.Raw], *, always: bool = False) -> list[Json] | None:
-    """The messages of a chat, as they are."""
-    return _decoded(messages, CHAT_TYPES, always)
+    """The messages of a chat, as they are. Raises InvalidRequest for media in no form that chat has."""
+    found = _decoded(messages, CHAT_TYPES, always)
+    for index, message in enumerate(found or ()):
+        content = message.get("content") if isinstance(message, dict) else None
+        for number, part in enumerate(content if isinstance(content, list) else ()):
+            if isinstance(part, dict) and part.get("type") in CHAT_TYPES:
+                _check_part(part, f"messages[{index}].content[{number}]")
+    return found
+
+
+def _check_part(part: dict[str, Json], at: str) -> None:
+    kind = part["type"]
+    value = part.get(kind)
+    if value is None and "uuid" in part:  # the engine has it already
+        return
+    if not kind.endswith("_url"):
+        is_good, wanted = isinstance(value, dict), "an object"
+    else:
+        is_good, wanted = isinstance(value, str) or (isinstance(value, dict) and isinstance(value.get("url"), str)), "an object with a url"
+    if not is_good:
+        raise InvalidRequest(f"{at}.{kind} must be {wanted}", param=f"{at}.{kind}")
 
 
 def messages_media(system: msgspec.Raw, messages: Sequence[msgspec.Raw], *, always: bool = False) -> list[Json] | None:
@@ -98,10 +117,15 @@ def _user(role: str, blocks: Sequence[Json]) -> list[Json]:
 
 def _block(block: Json) -> Json:
     """A block of Anthropic's as a part of chat."""
-    source = block.get("source") or {}
+    said = block.get("source")
+    source = said if isinstance(said, dict) else {}
     match block.get("type"), source.get("type"):
         case "text", _:
             return {"type": "text", "text": block.get("text") or ""}
+        case "image", "url" if not isinstance(source.get("url"), str):
+            raise InvalidRequest("an image with a source of type 'url' must have a url", param="messages")
+        case "image", "base64" if not isinstance(source.get("data"), str):
+            raise InvalidRequest("an image with a source of type 'base64' must have its data as text", param="messages")
         case "image", "base64":
             return _image(f"data:{source.get('media_type')};base64,{source.get('data')}")
         case "image", "url":

@@ -7,13 +7,12 @@ ignored, as the API does; wrong types are refused with the path of the field.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 import xxhash
 
-from agentserve.conversation import TurnOptions, running_digests
+from agentserve.conversation import Onto, TurnOptions, running_digests
 from agentserve.dialects.json_body import MAX_DEPTH, decode_body, decode_part, decode_parts, is_deep
 from agentserve.dialects.known_bodies import BodyScan, KnownBodies
 from agentserve.dialects.logprob_form import num_top
@@ -153,10 +152,12 @@ def options(request: ChatRequest) -> TurnOptions:
     if any(not text for text in stop):
         raise InvalidRequest("stop must not hold an empty string", param="stop")
     limit = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
-    said = sampling(request, _structured(request.response_format))
+    structured = _structured(request.response_format)
+    names = {"structured_outputs": "response_format"} if structured is not None else {}
+    said = sampling(request, structured, limit, names)
     choice = openai_tool_choice(request.tool_choice, request.parallel_tool_calls)
     top = num_top(bool(request.logprobs), request.top_logprobs)
-    return TurnOptions(limit, said, stop, request.priority, request.vllm_xargs or {}, choice, top, request.n or 1)
+    return TurnOptions(limit, said, stop, request.priority, request.vllm_xargs or {}, choice, top, request.n or 1, names=names)
 
 
 def _structured(form: dict[str, Any] | None) -> dict[str, Json] | None:
@@ -171,14 +172,6 @@ def _structured(form: dict[str, Any] | None) -> dict[str, Json] | None:
         raise InvalidRequest("response_format.json_schema must hold a schema object", param="response_format")
     known = "text, json_object or json_schema"
     raise InvalidRequest(f"response_format.type {form.get('type')!r} is not known: use {known}", param="response_format")
-
-
-@dataclass(frozen=True, slots=True)
-class Onto:
-    """What an appended conversation follows: `seed` keeps its digests apart from all others, `calls` may be answered by its results."""
-
-    seed: bytes
-    calls: tuple[ToolCall, ...]
 
 
 class ChatConversation:
@@ -254,9 +247,12 @@ class ChatConversation:
         if not bytes(self._tools):
             return ()
         forms = decode_part(_tools, self._tools, "tools") or []
-        for form in forms:
+        for index, form in enumerate(forms):
             if form.type != "function":
                 raise Unsupported(f"tools of type {form.type!r} are not supported: only 'function'", param="tools")
+            if not form.function.name:
+                at = f"tools[{index}].function.name"
+                raise InvalidRequest(f"{at} must not be empty", param=at)
         return tuple(Tool(f.function.name, f.function.description or "", f.function.parameters) for f in forms)
 
     def steps(self, start: int) -> list[tuple[int, list[Item]]]:

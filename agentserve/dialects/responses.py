@@ -113,10 +113,12 @@ def options(request: ResponsesRequest) -> TurnOptions:
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
     if any(not text for text in stop):
         raise InvalidRequest("stop must not hold an empty string", param="stop")
-    asked = sampling(request, _structured(request.text))
+    structured = _structured(request.text)
+    names = {"messages": "input", **({"structured_outputs": "text.format"} if structured is not None else {})}
+    asked = sampling(request, structured, request.max_output_tokens, names)
     choice = openai_tool_choice(request.tool_choice, request.parallel_tool_calls)
     top = num_top(bool(request.top_logprobs) or LOGPROBS in (request.include or ()), request.top_logprobs)
-    return TurnOptions(request.max_output_tokens, asked, stop, request.priority, request.vllm_xargs or {}, choice, top)
+    return TurnOptions(request.max_output_tokens, asked, stop, request.priority, request.vllm_xargs or {}, choice, top, names=names)
 
 
 def _structured(text: dict[str, Any] | None) -> dict[str, Json] | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
+from agentserve.dialects.ranges import check_integers, check_ranges
 from agentserve.identity import BODY_FIELDS
 from model.conversation import Json
 
@@ -45,11 +47,19 @@ PASSED = tuple(name for name in SamplingFields.__struct_fields__ if name not in 
 """Sampling fields that go to the engine as they are."""
 
 
-def sampling(fields: SamplingFields, structured: dict[str, Json] | None) -> dict[str, Json]:
-    """What the client said, in the engine's names; `structured` is what the dialect's own field asks of the answer's text."""
+def sampling(
+    fields: SamplingFields, structured: dict[str, Json] | None, max_tokens: int | None, names: Mapping[str, str]
+) -> dict[str, Json]:
+    """What the client said, in the engine's names; `structured` is what the dialect's own field asks of the answer's text.
+
+    `max_tokens`: at most so many tokens may the answer have. `names`: as in `TurnOptions`. Raises InvalidRequest.
+    """
     said: dict[str, Json] = {name: value for name in PASSED if (value := getattr(fields, name)) is not None}
+    check_ranges(said if fields.priority is None else {**said, "priority": fields.priority}, max_tokens)
     if structured is not None:
         said["structured_outputs"] = structured
+    check_integers(said.get("structured_outputs"), names.get("structured_outputs", "structured_outputs"))
+    check_integers(fields.vllm_xargs, "vllm_xargs")
     return said
 
 

@@ -16,6 +16,7 @@ from agentserve.dialects.sampling import body_session
 from agentserve.headers import json_response
 from agentserve.identity import grouped, identify
 from agentserve.media import MediaChat
+from agentserve.routes.appending import appending
 from agentserve.routes.run import TurnRequest, answer
 from agentserve.server import Server
 
@@ -37,20 +38,26 @@ def router(server: Server) -> APIRouter:
         body, messages = await read(request)
         identity = grouped(identify(request.headers, body_session(messages)), client_session(messages) or messages.prompt_cache_key)
         mark = mark_of(request.headers, namespace.name, request.url.path, identity.session, body)
-        conversation = MessagesConversation(messages)
+        after = await appending(server, namespace, request.headers)
+        conversation = MessagesConversation(messages, after.onto if after is not None else None)
         whole = server.passes_through
-        may_hold = whole or hints_at_media(body, MESSAGES_TYPES)
+        may_hold = after is None and (whole or hints_at_media(body, MESSAGES_TYPES))
         parts = messages_media(messages.system, messages.messages, always=whole) if may_hold else None
         media = MediaChat(parts, conversation.tools()) if parts is not None else None
         answer_id = f"msg_{token_hex(12)}"
-        asked = TurnRequest(conversation, options(messages, answer_id), identity, bool(messages.stream), started, mark=mark, media=media)
+        onto = after.node if after is not None else None
+        wanted = options(messages, answer_id)
+        asked = TurnRequest(conversation, wanted, identity, bool(messages.stream), started, onto, mark=mark, media=media)
         writer = MessagesAnswer(answer_id, server.model_name, diagnosed=messages.diagnostics is not None)
         return answer(server, namespace, asked, writer)
 
     async def count_tokens(request: Request) -> Response:
         namespace = server.namespace(request.headers)
         _, messages = await read(request)
-        return json_response({"input_tokens": await server.turns.count(MessagesConversation(messages), namespace)})
+        after = await appending(server, namespace, request.headers)
+        conversation = MessagesConversation(messages, after.onto if after is not None else None)
+        num_tokens = await server.turns.count(conversation, namespace, after.node if after is not None else None)
+        return json_response({"input_tokens": num_tokens})
 
     routes.add_route("/v1/messages", create, methods=["POST"])
     routes.add_route("/v1/messages/count_tokens", count_tokens, methods=["POST"])

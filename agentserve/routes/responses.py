@@ -19,10 +19,12 @@ from agentserve.dialects.responses import ResponsesConversation, ResponsesReques
 from agentserve.dialects.responses_answer import NUMBER_DIGITS, ResponsesAnswer, response_of
 from agentserve.dialects.responses_store import StoredResponse, response_not_found
 from agentserve.dialects.sampling import body_session
+from agentserve.errors import Unsupported
 from agentserve.headers import json_response
 from agentserve.identity import grouped, identify
 from agentserve.media import MediaChat
 from agentserve.plans import Plan
+from agentserve.routes.appending import APPEND, appends
 from agentserve.routes.run import TurnRequest, answer
 from agentserve.server import Server
 from agentserve.sessions import Namespace
@@ -38,6 +40,8 @@ def router(server: Server) -> APIRouter:
         namespace = server.namespace(request.headers)
         limits = server.settings.limits
         body = await read_body(request, max_bytes=limits.body_bytes, seconds=limits.body_seconds)
+        if appends(request.headers):  # what is stored of an answer would lack the history
+            raise Unsupported(f"{APPEND} is not for Responses: go on from an answer with previous_response_id", param=APPEND)
         asked = parse(body)
         server.check_model(asked.model)
         await _load(server, namespace, asked)

@@ -14,6 +14,7 @@ import structlog
 from agentserve.conversation import Conversation, TurnOptions
 from agentserve.deliveries import Mark
 from agentserve.dialects.errors import error_headers
+from agentserve.dialects.refusals import in_clients_fields
 from agentserve.errors import AgentserveError, EngineUnavailable
 from agentserve.exchange import Exchange, Sink
 from agentserve.headers import EVENT_STREAM, JSON, plan_headers, write_json
@@ -141,7 +142,8 @@ class TurnRun:
             if wire.started and not wire.client_left:
                 await wire.write(self._writer.failure(EngineUnavailable("this server is stopping; try again")), more=False)
             raise
-        except AgentserveError as error:
+        except AgentserveError as raised:
+            error = in_clients_fields(raised, asked.options)
             self._server.metrics.failed_turns.labels(error.kind).inc()
             if wire.started:
                 await wire.write(self._writer.failure(error), more=False)
