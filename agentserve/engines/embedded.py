@@ -18,7 +18,7 @@ from agentserve.engines.child import end, free_port, spawn
 from agentserve.engines.own_plugin import plugin_environment
 from agentserve.engines.vllm import VllmEngine
 from agentserve.engines.vllm_command import EMBEDDED_MODELS, NANO_M3, EmbeddedOptions, vllm_command
-from agentserve.engines.vllm_log import excerpt, stage
+from agentserve.engines.vllm_log import excerpt, how_it_died, stage
 from agentserve.errors import EngineError, EngineUnavailable, SetupError
 from model.nano import nano_is_complete
 
@@ -203,8 +203,8 @@ class EmbeddedEngine:
             if loop.time() - begun > SOUND_SECONDS:
                 backoff_seconds = FIRST_BACKOFF_SECONDS
             what_next = "It is being started again: try again in half a minute." if self._options.restart else "Start the server again."
-            self._down = f"The embedded vLLM died (code {code}). {what_next} Its log: {self.log_path}"
-            _log.error("embedded vLLM died", code=code, log=str(self.log_path), restart=self._options.restart)
+            self._down = f"The embedded vLLM died ({how_it_died(code)}). {what_next} Its log: {self.log_path}"
+            _log.error("embedded vLLM died", how=how_it_died(code), log=str(self.log_path), restart=self._options.restart)
             if not self._options.restart:
                 return
             backoff_seconds = await self._relaunch(backoff_seconds)
