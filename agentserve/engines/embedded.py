@@ -6,7 +6,7 @@ import asyncio
 import importlib.util
 import shutil
 import tempfile
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -66,8 +66,8 @@ class EmbeddedEngine:
         self._down: str | None = "The embedded vLLM is not started."
         self._keep_log = False
         self._warned_of_seed = False
-        self.on_restart: Callable[[], None] | None = None
-        """Called after vLLM has been started again: its cache is empty then."""
+        self.on_restart: Callable[[], Awaitable[None]] | None = None
+        """Awaited after vLLM has been started again: its cache is empty then, and what was changed while it ran is as at its start."""
 
     @property
     def num_retries(self) -> int:
@@ -217,7 +217,7 @@ class EmbeddedEngine:
             try:
                 await self._launch()
                 if self.on_restart is not None:
-                    self.on_restart()
+                    await self.on_restart()
             except SetupError as error:
                 _log.error("embedded vLLM did not start again", reason=error.message, next_try_seconds=backoff_seconds)
         return backoff_seconds
