@@ -119,6 +119,11 @@ class CacheBooks:
         self._unannounced: deque[tuple[BlockHash, int]] = deque(maxlen=_MAX_OVERTAKEN)
         """Last blocks of answers whose events are on their way, with the mirror's number of batches when the answer came."""
 
+    @property
+    def has_unseen_tier(self) -> bool:
+        """Whether a tier stands behind the engine that announces nothing."""
+        return self._unseen is not None
+
     def estimate(self, prompt: FlatPrompt, twin_end: int = 0, offload: int = 0, other_replica: int = 0) -> Estimate:
         """Ceiling and prediction of the prompt as it stands. Costs what is new since the prompt was last looked at.
 

@@ -111,6 +111,11 @@ class MediaTurn:
             yield empty
         self._end()
 
+    @property
+    def num_generated_tokens(self) -> int | None:
+        """None: the engine has not said yet."""
+        return None if self._last.usage is None else self._last.usage.num_generated_tokens
+
     def _take(self, chunk: ChatChunk) -> list[Delta]:
         if chunk.finish_reason is not None or chunk.usage is not None:
             before = self._last

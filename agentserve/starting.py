@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from agentserve.engines import Engine
@@ -56,8 +57,14 @@ async def follow(settings: Settings, made: Made, tier: LmcacheServer | None, sta
     await subscriber.start()
     await subscriber.caught_up()  # else the first predictions would not know an older engine's blocks
     if isinstance(engine, EmbeddedEngine):
-        engine.on_restart = mirror.restarted
+        engine.on_restart = partial(restarted, mirror, hints)
     return Followed(engine, mirror, offload, hints)
+
+
+async def restarted(mirror: Mirror, hints: EngineHints) -> None:
+    """The engine has been started again: nothing is resident, and its plugin has the policy of the start."""
+    mirror.restarted()
+    await hints.restarted()
 
 
 async def start_hints(settings: Settings, engine: Engine, stack: AsyncExitStack) -> EngineHints:

@@ -143,6 +143,10 @@ class Turn:
         self._others.append(turn)
         return turn
 
+    @property
+    def num_generated_tokens(self) -> int:
+        return len(self._generated)
+
     def abandon(self) -> None:
         """Commit what was generated before the turn broke off. Does nothing more after a whole turn."""
         for other in self._others:

@@ -200,8 +200,44 @@ def _split(tokens: int, claims: Claims, rest: Cause) -> list[tuple[Cause, int]]:
 
 
 @dataclass(slots=True)
+class _Share:
+    """Of the prompts for which a figure is known, the tokens that it counts."""
+
+    part: int = 0
+    whole: int = 0
+
+    def add(self, part: int | None, whole: int) -> None:
+        if part is not None:
+            self.part += part
+            self.whole += whole
+
+    @property
+    def rate(self) -> float | None:
+        return _rate(self.part, self.whole)
+
+
+@dataclass(slots=True)
+class _Shares:
+    ceiling: _Share = field(default_factory=_Share)
+    ceiling_blocks: _Share = field(default_factory=_Share)
+    predicted: _Share = field(default_factory=_Share)
+    actual: _Share = field(default_factory=_Share)
+    external_predicted: _Share = field(default_factory=_Share)
+    external: _Share = field(default_factory=_Share)
+
+    def add(self, hits: TurnHits) -> None:
+        for name in ("ceiling", "ceiling_blocks", "predicted", "actual", "external_predicted", "external"):
+            share: _Share = getattr(self, name)
+            share.add(getattr(hits, name), hits.num_prompt_tokens)
+
+
+@dataclass(slots=True)
 class HitTotals:
-    """Sums over turns, in tokens. Each known part has its own denominator: a turn without a figure is left out, never counted as zero."""
+    """Sums over turns, in tokens. A turn without a figure is left out of that figure's rate, never counted as zero.
+
+    All rates are over the turns whose actual hit is known, so that a hit rate and its ceiling can be compared; what a turn that broke off
+    could have had is in the sums only. Where the engine never says a count, the other rates are over all turns.
+    """
 
     num_turns: int = 0
     num_prompt_tokens: int = 0
@@ -214,11 +250,9 @@ class HitTotals:
     missed: dict[Cause, int] = field(default_factory=dict)
     num_clamped_turns: int = 0
     num_recomputed_tokens: int = 0
-    _aligned_prompt_tokens: int = 0
-    _predicted_prompt_tokens: int = 0
-    _actual_prompt_tokens: int = 0
-    _external_predicted_prompt_tokens: int = 0
-    _external_prompt_tokens: int = 0
+    _told: _Shares = field(default_factory=_Shares)
+    """Of turns whose actual hit is known."""
+    _all: _Shares = field(default_factory=_Shares)
 
     def add(self, hits: TurnHits) -> None:
         self.num_turns += 1
@@ -226,52 +260,49 @@ class HitTotals:
         self.ceiling += hits.ceiling
         self.num_clamped_turns += hits.num_clamped_tokens > 0
         self.num_recomputed_tokens += hits.num_recomputed_tokens
-        if hits.ceiling_blocks is not None:
-            self.ceiling_blocks += hits.ceiling_blocks
-            self._aligned_prompt_tokens += hits.num_prompt_tokens
-        if hits.predicted is not None:
-            self.predicted += hits.predicted
-            self._predicted_prompt_tokens += hits.num_prompt_tokens
+        self.ceiling_blocks += hits.ceiling_blocks or 0
+        self.predicted += hits.predicted or 0
+        self.actual += hits.actual or 0
+        self.external_predicted += hits.external_predicted or 0
+        self.external += hits.external or 0
+        self._all.add(hits)
         if hits.actual is not None:
-            self.actual += hits.actual
-            self._actual_prompt_tokens += hits.num_prompt_tokens
-        if hits.external_predicted is not None:
-            self.external_predicted += hits.external_predicted
-            self._external_predicted_prompt_tokens += hits.num_prompt_tokens
-        if hits.external is not None:
-            self.external += hits.external
-            self._external_prompt_tokens += hits.num_prompt_tokens
+            self._told.add(hits)
         for cause, tokens in (hits.missed or {}).items():
             self.missed[cause] = self.missed.get(cause, 0) + tokens
 
     @property
     def ceiling_hit_rate(self) -> float | None:
-        return _rate(self.ceiling, self.num_prompt_tokens)
+        return self._compared.ceiling.rate
 
     @property
     def ceiling_block_hit_rate(self) -> float | None:
-        return _rate(self.ceiling_blocks, self._aligned_prompt_tokens)
+        return self._compared.ceiling_blocks.rate
 
     @property
     def predicted_hit_rate(self) -> float | None:
-        return _rate(self.predicted, self._predicted_prompt_tokens)
+        return self._compared.predicted.rate
 
     @property
     def actual_hit_rate(self) -> float | None:
-        return _rate(self.actual, self._actual_prompt_tokens)
+        return self._compared.actual.rate
 
     @property
     def external_predicted_hit_rate(self) -> float | None:
-        return _rate(self.external_predicted, self._external_predicted_prompt_tokens)
+        return self._compared.external_predicted.rate
 
     @property
     def external_hit_rate(self) -> float | None:
-        return _rate(self.external, self._external_prompt_tokens)
+        return self._compared.external.rate
 
     @property
     def coverage(self) -> float | None:
         """Share of all prompt tokens whose actual hit is known, 0 to 1."""
-        return _rate(self._actual_prompt_tokens, self.num_prompt_tokens)
+        return _rate(self._told.actual.whole, self.num_prompt_tokens)
+
+    @property
+    def _compared(self) -> _Shares:
+        return self._told if self._told.actual.whole else self._all
 
 
 def _rate(part: int, whole: int) -> float | None:

@@ -23,7 +23,8 @@ from agentserve.doctor.plugin import eviction_plugin
 from agentserve.doctor.read import Where, read
 from agentserve.doctor.table import DOCTOR_CHECKS, examine, is_healthy
 from agentserve.doctor.verdict import State
-from agentserve.engines.plugin.options import PluginOptions, scheduler_args
+from agentserve.engines.plugin.options import PluginOptions, scheduler_args, transfer_config
+from agentserve.engines.plugin.wire import PluginState
 from agentserve.engines.vllm_command import EmbeddedOptions
 from agentserve.errors import SetupError
 from benchmarks.doctor_plants import PLANTS, Plant, doctor_score, healthy
@@ -259,6 +260,54 @@ def test_plants_in_a_real_engine_are_found() -> None:
     with real_engine(EmbeddedOptions(CACHE_FOLDER, kv_tokens=8192, extra_args=wrong)) as running:
         _, checks = doctor("--url", "http://127.0.0.1:9", "--engine-url", running.url)
     assert found(checks) == {"prefix_caching", "events", "token_details", "token_route"}
+
+
+def with_tier(**state: Any) -> Facts:
+    """A deployment whose offload tier is the plugin's own, of 512 blocks of 128 tokens."""
+    counts = dict.fromkeys((name for name in PluginState.__dataclass_fields__ if name.startswith("num_")), 0)
+    shown = {
+        "policy": "class_hazard",
+        "parameters": {},
+        "is_ordering": True,
+        **counts,
+        "num_tier_blocks": 512,
+        "num_kept_blocks": 9,
+        **state,
+    }
+    words = ("vllm", "--kv-transfer-config", transfer_config(PluginOptions(tier_bytes=1 << 20)))
+    facts = healthy()
+    engine = replace(facts.engine, process=ProcessFacts(1, words, {"PYTHONHASHSEED": "0"}, 65_536), plugin=PluginState(**shown))
+    return replace(facts, engines=[engine], lmcache=[])
+
+
+def test_the_plugins_own_tier_is_room_and_needs_no_connector() -> None:
+    facts = with_tier()
+    capacity, tier = facts.engine.capacity_tokens, 512 * 128
+    assert capacity is not None
+    assert facts.server is not None
+    verdicts = {
+        live: examine(replace(facts, server=replace(facts.server, live_tokens=capacity + live)))["kv_capacity"] for live in (tier, tier + 1)
+    }
+    assert [verdict.state for verdict in verdicts.values()] == [State.FINE, State.FOUND]
+    assert all(f"its exclusive tier {tier:,}" in verdict.finding for verdict in verdicts.values())
+    assert "or an offload tier" not in verdicts[tier + 1].fix
+    found = examine(facts)
+    assert "keeps 9 of 512 blocks" in found["eviction_plugin"].finding
+    for check in ("read_ttl", "rank_lookup", "decode_stored"):
+        assert (found[check].state, "no KV connector" in found[check].finding) == (State.APART, False)
+
+
+@pytest.mark.parametrize(
+    ("state", "finding"),
+    [
+        ({"is_ordering": False, "off_because": "ValueError: x"}, "fell back to plain LRU: ValueError: x"),
+        ({"tier_off_because": "no more memory", "num_tier_blocks": 0}, "the exclusive tier is off: no more memory"),
+    ],
+)
+def test_a_plugin_that_turned_itself_off_is_found(state: dict[str, Any], finding: str) -> None:
+    verdict = examine(with_tier(**state))["eviction_plugin"]
+    assert (verdict.state, finding in verdict.finding) == (State.FOUND, True)
+    assert with_tier(**state).engine.tier_tokens == (0 if "tier_off_because" in state else 512 * 128)
 
 
 def test_the_plugin_is_seen_whichever_carries_it() -> None:

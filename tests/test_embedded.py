@@ -214,6 +214,12 @@ async def until_healthy(engine: EmbeddedEngine, healthy: bool) -> None:
 async def test_an_engine_that_dies_says_so_and_comes_back() -> None:
     said: list[str] = []
     engine = EmbeddedEngine(EmbeddedOptions(CACHE_FOLDER, kv_tokens=8192), progress=said.append)
+    restarts: list[bool] = []
+
+    async def restarted() -> None:
+        restarts.append(await engine.healthy())
+
+    engine.on_restart = restarted
     try:
         await engine.start()
         assert any("starting vLLM" in text for text in said)
@@ -230,6 +236,7 @@ async def test_an_engine_that_dies_says_so_and_comes_back() -> None:
             await run(engine, ask(10, 1))
         await until_healthy(engine, True)
         assert ids_of(await run(engine, ask(10, 1, sampling={"temperature": 0})))
+        assert restarts == [True]
         assert before
     finally:
         await engine.close()

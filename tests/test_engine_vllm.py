@@ -13,10 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
+from agentserve.dialects.errors import error_headers
 from agentserve.engines import Chunk, GenerateRequest, Usage
 from agentserve.engines.prometheus import kv_cache_usage, samples
 from agentserve.engines.sse import SseParser
 from agentserve.engines.vllm import VllmEngine
+from agentserve.engines.vllm_log import how_it_died
 from agentserve.engines.vllm_wire import COMPLETIONS, GENERATE, Route, read_event, read_refusal
 from agentserve.errors import EngineError, EngineRefused, EngineUnavailable, SetupError
 from tests.raw_server import Connection, raw_server
@@ -157,6 +159,28 @@ def test_a_prompt_that_is_too_long_is_named_so_that_clients_compact(message: str
 )
 def test_the_engines_own_words_survive_a_refusal(body: bytes, message: str) -> None:
     assert message in read_refusal(body, 400).message
+
+
+DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+"""vLLM's own words."""
+
+
+def test_a_dead_engine_is_told_in_words_that_mean_something_to_a_client() -> None:
+    refusal = read_refusal(msgspec.json.encode({"error": {"message": DEAD, "type": "InternalServerError", "code": 500}}), 500)
+    assert (refusal.status, error_headers(refusal)) == (503, {"retry-after": "2"})
+    assert "died" in refusal.message
+    assert "stack trace" not in refusal.message
+    assert [how_it_died(code) for code in (0, 137)] == ["its engine process is gone", "code 137"]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("num_chunks", [0, 2])
+async def test_an_engine_that_dies_under_an_answer_is_unavailable(num_chunks: int) -> None:
+    script = Script(ids=tuple(range(9)), error_after_chunks=num_chunks, message=DEAD)
+    async with Upstream([script]) as upstream, started(upstream.url) as engine:
+        with pytest.raises(EngineError, match="has died") as caught:
+            await run(engine, ask())
+    assert (caught.value.status, "stack trace" in caught.value.message) == (503, False)
 
 
 # --- requests

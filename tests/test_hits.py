@@ -107,6 +107,25 @@ def test_unknown_is_not_zero() -> None:
     assert rates == [0.5, 0.5, 0.4, 0.75]
 
 
+@given(st.lists(turns))
+def test_no_hit_rate_is_above_its_ceilings(all_hits: list[TurnHits]) -> None:
+    totals = HitTotals()
+    for hits in all_hits:
+        totals.add(hits)
+    if totals.actual_hit_rate is not None:
+        assert totals.ceiling_hit_rate is not None
+        assert totals.actual_hit_rate <= totals.ceiling_hit_rate
+
+
+def test_what_broke_off_is_in_no_rate_beside_those_that_are_known() -> None:
+    totals = HitTotals()
+    totals.add(account(num_prompt_tokens=1000, ceiling=700, block_size=100, actual=690, predicted=600))
+    totals.add(account(num_prompt_tokens=1000, ceiling=0, block_size=100, predicted=0))  # a client left: no count of the engine
+    rates = [totals.ceiling_hit_rate, totals.ceiling_block_hit_rate, totals.predicted_hit_rate, totals.actual_hit_rate]
+    assert rates == [0.7, 0.7, 0.6, 0.69]
+    assert (totals.coverage, totals.num_prompt_tokens, totals.ceiling) == (0.5, 2000, 700)
+
+
 @pytest.mark.case("KVM-11")
 def test_an_external_hit_is_a_part_of_the_actual_one() -> None:
     hits = account(num_prompt_tokens=1000, ceiling=900, block_size=128, actual=768, predicted=256, external_predicted=640, external=512)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 import pytest
+from aiohttp import web
+from structlog.testing import capture_logs
 
 from admission.eviction import EVICTION_POLICIES
 from admission.eviction.policy import Fate, Pool
@@ -16,7 +18,9 @@ from agentserve.engines.plugin.forest import Forest
 from agentserve.engines.plugin.nodes import Branch, Session
 from agentserve.engines.plugin.options import MODULE, POLICY_NAMES, PluginOptions, scheduler_args, transfer_config
 from agentserve.engines.plugin.supported import PluginUnsupported, check_output, check_queue, check_scheduler, check_version
-from agentserve.engines.plugin.wire import XARG, BadHint, read_batch, read_turn, xargs
+from agentserve.engines.plugin.wire import XARG, BadHint, PluginState, read_batch, read_turn, xargs
+from agentserve.starting import restarted
+from prefix_cache.mirror import Mirror
 
 
 @dataclass(eq=False)
@@ -161,6 +165,53 @@ async def test_without_routes_hints_travel_along_with_the_next_request() -> None
     await _nothing()
     assert isinstance(engine_hints("off", "http://127.0.0.1:1"), NoHints)
     assert isinstance(engine_hints("lru", "http://127.0.0.1:1"), PluginHints)
+
+
+class PluginRoutes:
+    """The plugin's routes as a vLLM that has just been started has them. `num_refusals`: so often it is too busy to answer."""
+
+    def __init__(self) -> None:
+        self.num_refusals = 0
+        self.start()
+
+    def start(self) -> None:
+        self.policy, self.parameters = "class_hazard", dict[str, float]()
+
+    async def answer(self, request: web.Request) -> web.Response:
+        if self.num_refusals:
+            self.num_refusals -= 1
+            return web.Response(status=503)
+        if request.method == "POST":
+            batch = read_batch(await request.read())
+            self.policy, self.parameters = batch.policy or self.policy, dict(batch.parameters)
+        counts = dict.fromkeys(PluginState.__dataclass_fields__, 0)
+        told = {name: count for name, count in counts.items() if name.startswith("num_")}
+        shown = {**told, "policy": self.policy, "parameters": self.parameters, "is_ordering": True}
+        return web.Response(body=msgspec.json.encode(shown), content_type="application/json")
+
+
+@pytest.mark.anyio
+async def test_the_policy_in_force_is_set_again_in_an_engine_that_was_started_again() -> None:
+    plugin, application, mirror = PluginRoutes(), web.Application(), Mirror(16)
+    application.router.add_route("*", "/{path:.*}", plugin.answer)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    hints = PluginHints(f"http://127.0.0.1:{runner.addresses[0][1]}")
+    with capture_logs() as logs:
+        try:
+            await hints.start()
+            await restarted(mirror, hints)  # nothing was chosen: the flag holds
+            assert plugin.policy == "class_hazard"
+            await hints.switch("ttl", {"queue_seconds": 2.0})
+            plugin.start()
+            plugin.num_refusals = 1
+            await restarted(mirror, hints)
+            assert (plugin.policy, plugin.parameters) == ("ttl", {"queue_seconds": 2.0})
+        finally:
+            await hints.close()
+            await runner.cleanup()
+    assert [line["policy"] for line in logs if line["event"] == "eviction policy set again"] == ["ttl"]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ import anthropic
 import msgspec
 import pytest
 
+from agentserve.engines.hints import PluginState
 from agentserve.explain import CURES, Turn, advice
 from agentserve.prompt import FlatPrompt
 from agentserve.records import TurnLog, TurnRecord
+from agentserve.routes.cache import describe_engine
 from agentserve.sessions import Session, TurnKind
 from prefix_cache.hits import Cause, account
 from tests.serving import Served, chat, serving
@@ -95,6 +98,21 @@ async def test_the_cache_tells_totals_and_drift(upstream: Upstream, model_folder
         mirror = engine["mirror"]
         assert mirror["resident_tokens"] > 0
         assert (mirror["suspect"], mirror["lost_batches"], mirror["event_block_size"]) == (False, 0, 32)
+
+
+@pytest.mark.anyio
+async def test_the_cache_shows_the_plugins_own_tier(upstream: Upstream, model_folder: Path) -> None:
+    told: dict[str, Any] = dict.fromkeys((name for name in PluginState.__dataclass_fields__ if name.startswith("num_")), 0)
+    state = PluginState(**{**told, "num_tier_blocks": 512, "num_kept_blocks": 3}, policy="lru", parameters={}, is_ordering=True)
+    with serving(upstream.url, model_folder, offload_tier="exclusive") as served:
+        _, cache = await fetch(f"{served.url}/v1/cache")
+        first = served.server.replicas.first
+    silent = cache["engines"][0]["offload"]
+    assert (silent["kind"], silent["up"], silent["resident_tokens"]) == ("exclusive", None, None)  # the upstream has no plugin
+    shown = describe_engine(first, state)["offload"]
+    assert (shown["up"], shown["off_because"], shown["capacity_tokens"], shown["resident_tokens"]) == (True, None, 512 * 32, 3 * 32)
+    off = describe_engine(first, replace(state, tier_off_because="no memory"))["offload"]
+    assert (off["up"], off["off_because"]) == (False, "no memory")
 
 
 def record(number: int) -> TurnRecord:

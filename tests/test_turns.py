@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
+import structlog
 
 from model.conversation import ToolCall
 from tests.processes import wait_until
@@ -32,6 +33,9 @@ TOOLS = [
         },
     }
 ]
+
+
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 
 
 def user(text: str) -> dict[str, Any]:
@@ -296,6 +300,38 @@ async def test_an_engine_failure_in_the_middle_of_a_stream_is_an_error_event(ser
     assert reply.message["content"]
     assert reply.error is not None
     assert (reply.done, reply.finish_reason) == (False, None)
+
+
+@pytest.mark.parametrize(
+    ("script", "fields", "ended"),
+    [
+        (Script(say="one two"), {}, {"finish_reason": "stop"}),
+        (Script(say="one two", error_after_chunks=1), {}, {"finish_reason": "error", "why": "engine_error", "status": 502}),
+        (Script(status=503, message="full"), {}, {"finish_reason": "error", "status": 503, "reason": "full", "num_generated_tokens": 0}),
+        (Script(), {"content": [PICTURE], "n": 2}, {"finish_reason": "error", "why": "invalid_request_error", "status": 400}),
+        (Script(say="word " * 500, itl_seconds=0.02), {"leaves": True}, {"finish_reason": "abort", "why": "client_left"}),
+    ],
+    ids=["whole", "in the middle", "before the first token", "before it began", "client left"],
+)
+async def test_a_turn_that_breaks_off_has_its_line_in_the_log(
+    upstream: Upstream, model_folder: Path, script: Script, fields: dict[str, Any], ended: dict[str, Any]
+) -> None:
+    with structlog.testing.capture_logs() as logs, serving(upstream.url, model_folder) as served:
+        upstream.script(*[script] * 3)
+        message = {"role": "user", "content": fields.get("content", "hi")}
+        asking = chat(served.url, [message], stream=True, headers={"x-session-id": "broken"}, n=fields.get("n", 1))
+        if "leaves" in fields:
+            asked_for = asyncio.create_task(asking)
+            assert await asyncio.to_thread(wait_until, lambda: len(asked(upstream)) == 1, 5)
+            asked_for.cancel()
+            await asyncio.gather(asked_for, return_exceptions=True)
+        else:
+            await asking
+        assert await asyncio.to_thread(wait_until, lambda: any(line["event"] == "turn" for line in logs), 5)
+        upstream._queue.clear()
+        (line,) = [line for line in logs if line["event"] == "turn"]
+        assert {name: line.get(name) for name in ended} == ended
+        assert (line["session"], "reason" in line) == ("broken", ended.get("status", 0) >= 500)
 
 
 @pytest.mark.case("SSE-05")

@@ -8,6 +8,7 @@ from typing import Any
 
 from agentserve.doctor.launch import as_json, find, options
 from agentserve.engines.plugin.options import CONNECTOR, SCHEDULER, SECTION
+from agentserve.engines.plugin.wire import PluginState
 from agentserve.engines.prometheus import samples
 
 
@@ -42,6 +43,8 @@ class EngineFacts:
     process: ProcessFacts | None = None
     probe_ids: tuple[int, ...] | None = None
     """The tokens of the probe text, by POST /tokenize."""
+    plugin: PluginState | None = None
+    """What the eviction plugin says of itself; None without its routes."""
 
     def told(self, option: str, default: str) -> str | None:
         """A launch option: as /metrics or /server_info tell it, else as the process was started (`default`: vLLM's own); None: unknown."""
@@ -79,6 +82,13 @@ class EngineFacts:
         if self.block_size is None or not ranks or not all(rank.isdecimal() for rank in ranks):
             return None
         return sum(int(rank) - 1 for rank in ranks) * self.block_size
+
+    @property
+    def tier_tokens(self) -> int:
+        """What the plugin's exclusive tier holds at most; 0 without one, or where it does not work."""
+        if self.plugin is None or self.plugin.tier_off_because or self.block_size is None:
+            return 0
+        return self.plugin.num_tier_blocks * self.block_size
 
     @property
     def connectors(self) -> list[dict[str, Any]] | None:

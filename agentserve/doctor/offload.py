@@ -21,6 +21,8 @@ def _none(facts: Facts) -> Verdict | None:
         return None
     if facts.engine.connectors is None:
         return unknown("vLLM does not say over HTTP whether it has a KV connector", WHERE_TO_ASK)
+    if facts.engine.tier_tokens:
+        return apart("the tier is the plugin's own: its ranks hold the same, answers too, and nothing in it expires")
     return apart("the engine has no KV connector")
 
 

@@ -17,7 +17,7 @@ def eviction_plugin(facts: Facts) -> Verdict:
     """A connector that offloads what is about to be evicted reads vLLM's own list, in which the plugin must then show its next victims."""
     connectors = facts.engine.connectors
     if connectors is None:
-        return unknown("vLLM does not say over HTTP whether it has a KV connector", WHERE_TO_ASK)
+        return _ill(facts, None) or unknown("vLLM does not say over HTTP whether it has a KV connector", WHERE_TO_ASK)
     ours = facts.engine.eviction_plugin
     if ours is None:
         return apart("the engine evicts in plain LRU order, without the plugin")
@@ -32,7 +32,27 @@ def eviction_plugin(facts: Facts) -> Verdict:
             "a connector offloads what vLLM's list shows to be evicted next, and the plugin shows nothing there",
             '"lookahead_blocks": 512 among the plugin\'s options',
         )
-    return fine(f"the plugin orders by {options.policy}")
+    return _ill(facts, options) or fine(_well(facts, options))
+
+
+def _ill(facts: Facts, options: PluginOptions | None) -> Verdict | None:
+    """What the plugin says is wrong with it."""
+    state = facts.engine.plugin
+    if state is None:
+        return None
+    if not state.is_ordering:
+        return found(f"the plugin fell back to plain LRU: {state.off_because}", "start vLLM again, and report what it says")
+    if state.tier_off_because and options is not None and options.tier_bytes:
+        return found(f"the exclusive tier is off: {state.tier_off_because}", "mend that, then start vLLM again")
+    return None
+
+
+def _well(facts: Facts, options: PluginOptions) -> str:
+    state = facts.engine.plugin
+    text = f"the plugin orders by {options.policy if state is None else state.policy}"
+    if state is not None and state.num_tier_blocks:
+        return f"{text}, and its exclusive tier keeps {state.num_kept_blocks:,} of {state.num_tier_blocks:,} blocks"
+    return text
 
 
 def _is_lazy(connector: dict[str, Any]) -> bool:
@@ -40,4 +60,4 @@ def _is_lazy(connector: dict[str, Any]) -> bool:
     return any(str(find(extra, name)).lower() == "true" for name in _LAZY)
 
 
-CHECKS = (Check("eviction_plugin", "KV connectors, the plugin's options", eviction_plugin),)
+CHECKS = (Check("eviction_plugin", "KV connectors, the plugin's options and state", eviction_plugin),)

@@ -15,7 +15,7 @@ from agentserve.boot import load_model_files
 from agentserve.doctor import host
 from agentserve.doctor.facts import EngineFacts, Facts, LmcacheFacts, ModelFacts, ServerFacts
 from agentserve.doctor.launch import as_json
-from agentserve.doctor.told import launch_facts, object_at
+from agentserve.doctor.told import launch_facts, object_at, plugin_state
 from agentserve.errors import SetupError
 from agentserve.settings import EngineSettings
 
@@ -76,6 +76,7 @@ def _engine(url: str, api_key: str | None) -> tuple[EngineFacts, Path | None]:
         events=object_at(f"{url}/kv_event_sources", api_key),
         has_token_route=None if route is None else route.status not in (403, 404, 405, 501),
         probe_ids=tuple(tokens["tokens"]) if "tokens" in tokens else None,
+        plugin=plugin_state(url, api_key),
     )
     root = Path(card.get("root") or "")
     return facts, root if root.is_absolute() and root.is_dir() else None

@@ -25,17 +25,19 @@ def max_length(facts: Facts) -> Verdict:
 
 
 def kv_capacity(facts: Facts) -> Verdict:
-    """The live sessions' contexts must fit the KV pool, or they push each other out."""
+    """The live sessions' contexts must fit the KV pool and the plugin's tier, or they push each other out."""
     capacity = facts.engine.capacity_tokens
     if capacity is None:
         return unknown("the engine does not say its KV capacity", "check that /metrics is served (vllm:cache_config_info)")
     if facts.server is None or not facts.server.context_tokens:
         return unknown(f"KV capacity {capacity:,} tokens; no sessions are known", "name an agentserve that has served turns with --url")
-    live = facts.server.live_tokens
-    if live > capacity:
-        finding = f"live sessions hold {live:,} tokens, the KV pool {capacity:,} ({live / capacity:.1f} times)"
-        return found(finding, "fewer turns at a time (--limits-running-turns), more KV memory, or an offload tier")
-    return fine(f"live sessions hold {live:,} tokens, the KV pool {capacity:,}")
+    live, tier = facts.server.live_tokens, facts.engine.tier_tokens
+    finding = f"live sessions hold {live:,} tokens, the KV pool {capacity:,}" + (f" and its exclusive tier {tier:,}" if tier else "")
+    if live > capacity + tier:
+        more = "a larger offload tier (--offload-bytes)" if tier else "an offload tier"
+        times = f"{live / (capacity + tier):.1f} times"
+        return found(f"{finding} ({times})", f"fewer turns at a time (--limits-running-turns), more KV memory, or {more}")
+    return fine(finding)
 
 
 def open_files(facts: Facts) -> Verdict:
@@ -61,6 +63,6 @@ def open_files(facts: Facts) -> Verdict:
 
 CHECKS = (
     Check("max_length", "/v1/models, the server's sessions", max_length),
-    Check("kv_capacity", "/metrics, the server's live sessions", kv_capacity),
+    Check("kv_capacity", "/metrics, the plugin's state, the server's live sessions", kv_capacity),
     Check("open_files", "limits of this host and of vLLM's process", open_files),
 )

@@ -9,6 +9,7 @@ import msgspec
 from agentserve.asking import ask
 from agentserve.doctor import host
 from agentserve.doctor.facts import EngineFacts
+from agentserve.engines.plugin.wire import STATE_PATH, BadHint, PluginState, read_state
 
 
 def json_at(url: str, api_key: str | None = None, body: Any = None) -> Any:
@@ -26,6 +27,17 @@ def object_at(url: str, api_key: str | None = None, body: Any = None) -> dict[st
     """The JSON object at `url`; None where there is none."""
     value = json_at(url, api_key, body)
     return value if isinstance(value, dict) else None
+
+
+def plugin_state(url: str, api_key: str | None = None) -> PluginState | None:
+    """What the eviction plugin of the engine at `url` says of itself; None where it has no routes."""
+    said = ask(f"{url}{STATE_PATH}", api_key=api_key)
+    if said is None or said.status != 200:
+        return None
+    try:
+        return read_state(said.body)
+    except BadHint:
+        return None
 
 
 def launch_facts(url: str, api_key: str | None = None) -> EngineFacts:

@@ -6,7 +6,7 @@ import asyncio
 import importlib.util
 import shutil
 import tempfile
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -18,7 +18,7 @@ from agentserve.engines.child import end, free_port, spawn
 from agentserve.engines.own_plugin import plugin_environment
 from agentserve.engines.vllm import VllmEngine
 from agentserve.engines.vllm_command import EMBEDDED_MODELS, NANO_M3, EmbeddedOptions, vllm_command
-from agentserve.engines.vllm_log import excerpt, stage
+from agentserve.engines.vllm_log import excerpt, how_it_died, stage
 from agentserve.errors import EngineError, EngineUnavailable, SetupError
 from model.nano import nano_is_complete
 
@@ -66,8 +66,8 @@ class EmbeddedEngine:
         self._down: str | None = "The embedded vLLM is not started."
         self._keep_log = False
         self._warned_of_seed = False
-        self.on_restart: Callable[[], None] | None = None
-        """Called after vLLM has been started again: its cache is empty then."""
+        self.on_restart: Callable[[], Awaitable[None]] | None = None
+        """Awaited after vLLM has been started again: its cache is empty then, and what was changed while it ran is as at its start."""
 
     @property
     def num_retries(self) -> int:
@@ -203,8 +203,8 @@ class EmbeddedEngine:
             if loop.time() - begun > SOUND_SECONDS:
                 backoff_seconds = FIRST_BACKOFF_SECONDS
             what_next = "It is being started again: try again in half a minute." if self._options.restart else "Start the server again."
-            self._down = f"The embedded vLLM died (code {code}). {what_next} Its log: {self.log_path}"
-            _log.error("embedded vLLM died", code=code, log=str(self.log_path), restart=self._options.restart)
+            self._down = f"The embedded vLLM died ({how_it_died(code)}). {what_next} Its log: {self.log_path}"
+            _log.error("embedded vLLM died", how=how_it_died(code), log=str(self.log_path), restart=self._options.restart)
             if not self._options.restart:
                 return
             backoff_seconds = await self._relaunch(backoff_seconds)
@@ -217,7 +217,7 @@ class EmbeddedEngine:
             try:
                 await self._launch()
                 if self.on_restart is not None:
-                    self.on_restart()
+                    await self.on_restart()
             except SetupError as error:
                 _log.error("embedded vLLM did not start again", reason=error.message, next_try_seconds=backoff_seconds)
         return backoff_seconds

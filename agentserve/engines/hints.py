@@ -40,6 +40,8 @@ MAX_ALONG: Final = 200
 """Hints that travel along with one request, where there is no route for them."""
 BATCH_SECONDS: Final = 0.02
 TIMEOUT_SECONDS: Final = 2.0
+_AGAIN_SECONDS: Final = (0.0, 0.5, 1.0, 2.0, 4.0)
+"""Before each try to set the policy in an engine that has been started again."""
 _ROUTE_ABSENT: Final = (401, 403, 404, 405)
 
 _log = structlog.get_logger(__name__)
@@ -71,6 +73,10 @@ class EngineHints(Protocol):
         """Another eviction policy from now on. None where nothing took it."""
         ...
 
+    async def restarted(self) -> None:
+        """The engine has been started again, with the policy of its start: set the one in force. Does not fail."""
+        ...
+
     async def close(self) -> None:
         """Deliver what is pending, if that is possible at once."""
         ...
@@ -96,6 +102,9 @@ class NoHints:
     async def switch(self, policy: str, parameters: Mapping[str, float]) -> PluginState | None:
         return None
 
+    async def restarted(self) -> None:
+        pass
+
     async def close(self) -> None:
         pass
 
@@ -118,6 +127,8 @@ class PluginHints:
         self._has_route = False
         self._sender: asyncio.Task[None] | None = None
         self._warned = False
+        self._switched: HintBatch | None = None
+        """The policy in force, where it is not that of the engine's start."""
 
     async def start(self) -> None:
         if self._session is None:
@@ -147,7 +158,22 @@ class PluginHints:
 
     async def switch(self, policy: str, parameters: Mapping[str, float]) -> PluginState | None:
         """Another eviction policy from now on. None where the plugin did not take it."""
-        return await self._ask("POST", HINTS_PATH, encode(HintBatch(policy=policy, parameters=parameters)))
+        wanted = HintBatch(policy=policy, parameters=parameters)
+        state = await self._ask("POST", HINTS_PATH, encode(wanted))
+        if state is not None:
+            self._switched = wanted
+        return state
+
+    async def restarted(self) -> None:
+        if self._switched is None:
+            return
+        for wait_seconds in _AGAIN_SECONDS:
+            await asyncio.sleep(wait_seconds)
+            wanted = self._switched  # another may have been chosen meanwhile
+            if await self._ask("POST", HINTS_PATH, encode(wanted)) is not None:
+                _log.info("eviction policy set again", url=self._url, policy=wanted.policy, parameters=dict(wanted.parameters))
+                return
+        _log.error("eviction policy lost: the engine that was started again has that of its start", url=self._url, lost=wanted.policy)
 
     async def close(self) -> None:
         if self._sender is not None:

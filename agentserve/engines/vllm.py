@@ -140,7 +140,7 @@ class VllmEngine:
 
         Closing the generator closes the connection, which is how vLLM learns that it must abort: use `contextlib.aclosing`.
         Raises `EngineUnavailable` where nothing had arrived and the engine is gone, `EngineRefused` where it said no, and
-        `EngineError` where it broke off later.
+        `EngineError` where it broke off later, `EngineUnavailable` among them where it says that it died.
         """
         body = self._route.body(request, self.info.model)
         async with aclosing(self._events(self._route.path, body, request.session_id, read_event)) as chunks:
@@ -233,7 +233,8 @@ class VllmEngine:
         except EngineRefused as error:
             if not started:
                 raise
-            raise EngineError(f"The engine failed in the middle of its answer: {error.message}") from error
+            broken = EngineUnavailable if error.status == EngineUnavailable.status else EngineError
+            raise broken(f"The engine failed in the middle of its answer: {error.message}") from error
         except msgspec.MsgspecError as error:
             raise EngineError(f"The engine at {self.url} sent an event that is not vLLM's: {error}: {data[:200]!r}") from error
 

@@ -1,4 +1,4 @@
-"""Reads what a starting vLLM wrote to its log: how far it is, and why it died."""
+"""Reads what a starting vLLM wrote to its log: how far it is, and why it died; what its exit code tells."""
 
 from __future__ import annotations
 
@@ -24,6 +24,11 @@ def stage(log: Path) -> str:
     """What the vLLM that writes `log` is doing."""
     text = log.read_text(errors="replace")
     return next((doing for marker, doing in reversed(_STAGES.items()) if marker in text), "importing vLLM")
+
+
+def how_it_died(code: int) -> str:
+    """What the exit code of vLLM's API server tells; it ends by itself, with 0, when the engine's own process is gone."""
+    return "its engine process is gone" if code == 0 else f"code {code}"
 
 
 def excerpt(log: Path) -> str:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeAlias
 import msgspec
 
 from agentserve.engines import Chunk, GenerateRequest, IdLogprob, Usage
-from agentserve.errors import EngineRefused
+from agentserve.errors import EngineRefused, EngineUnavailable
 from model.conversation import Json
 
 SHORT_PIECE_BYTES = 32_768
@@ -249,8 +249,15 @@ _CONTEXT_WORDS = "maximum context length"
 _CONTEXT_REFUSALS = (_CONTEXT_WORDS, "maximum model length", "max_model_len")
 
 
+# vLLM's EngineDeadError; it goes on to "see stack trace (above)", where a client has nothing.
+_DEAD = "EngineCore encountered an issue"
+_DIED = "The engine has died. Send the request again once it is up; its log says what ended it."
+
+
 def _refusal(error: WireError, status: int) -> EngineRefused:
     message, code = error.message, error.code if isinstance(error.code, str) else None
+    if status >= 500 and _DEAD in message:
+        return EngineRefused(_DIED, status=EngineUnavailable.status)
     if status == 400 and any(words in message for words in _CONTEXT_REFUSALS):
         code = "context_length_exceeded"
         if _CONTEXT_WORDS not in message:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -9,6 +11,7 @@ from fastapi import APIRouter, Request, Response
 
 from agentserve.cache import CacheBooks
 from agentserve.dialects.account import describe_divergence, describe_head_break
+from agentserve.engines.hints import PluginState
 from agentserve.errors import InvalidRequest
 from agentserve.headers import json_response
 from agentserve.records import TurnRecord
@@ -29,7 +32,9 @@ def router(server: Server) -> APIRouter:
     @routes.get("/v1/cache")
     async def cache(request: Request) -> Response:
         namespace = server.namespace(request.headers)
-        return json_response(describe_cache(server, namespace))
+        asked = [replica for replica in server.replicas if replica.books.has_unseen_tier]
+        states = await asyncio.gather(*(replica.hints.state() for replica in asked))
+        return json_response(describe_cache(server, namespace, dict(zip(asked, states, strict=True))))
 
     @routes.get("/v1/sessions/{session_id:path}/turns")
     async def turns(request: Request, session_id: str) -> Response:
@@ -43,9 +48,9 @@ def router(server: Server) -> APIRouter:
     return routes
 
 
-def describe_cache(server: Server, namespace: Namespace) -> dict[str, Any]:
-    """What the cache did for a caller, who may start, and the engines."""
-    engines = [describe_engine(replica) for replica in server.replicas]
+def describe_cache(server: Server, namespace: Namespace, plugins: Mapping[Replica, PluginState | None]) -> dict[str, Any]:
+    """What the cache did for a caller, who may start, and the engines; `plugins`: what those say whose tier only they know."""
+    engines = [describe_engine(replica, plugins.get(replica)) for replica in server.replicas]
     admission = server.policies.describe_admission()
     return {"object": "cache", "hits": describe_totals(namespace.totals), "admission": admission, "engines": engines}
 
@@ -78,7 +83,7 @@ def describe_turn(record: TurnRecord) -> dict[str, Any]:
     }
 
 
-def describe_engine(replica: Replica) -> dict[str, Any]:
+def describe_engine(replica: Replica, plugin: PluginState | None) -> dict[str, Any]:
     """An engine's cache as JSON; what is not known is null."""
     info, books = replica.engine.info, replica.books
     return {
@@ -92,7 +97,7 @@ def describe_engine(replica: Replica) -> dict[str, Any]:
         "computing_blocks": len(books.in_flight),
         "ceiling_index_tokens": books.tree.num_tokens,
         "mirror": _mirror(books),
-        "offload": _offload(books),
+        "offload": _exclusive(info.block_size, plugin) if books.has_unseen_tier else _offload(books),
     }
 
 
@@ -120,12 +125,34 @@ def _offload(books: CacheBooks) -> dict[str, Any] | None:
     if offload is None:
         return None
     return {
+        "kind": "lmcache",
         "up": offload.is_up,
+        "off_because": None,
+        "capacity_tokens": None,
         "resident_tokens": offload.num_resident_tokens,
         "chunk_tokens": offload.chunk_tokens,
         "second_level": offload.remote is not None,
         "unresolved_chunks": offload.num_unresolved_chunks,
         "wrong_in_a_row": offload.num_wrong,
+    }
+
+
+def _exclusive(block_size: int | None, plugin: PluginState | None) -> dict[str, Any]:
+    """The plugin's own tier: blocks that are kept one by one and not predicted. All null but its kind where the plugin does not answer."""
+
+    def tokens(num_blocks: int) -> int | None:
+        return None if block_size is None else num_blocks * block_size
+
+    return {
+        "kind": "exclusive",
+        "up": None if plugin is None else not plugin.tier_off_because,
+        "off_because": None if plugin is None else plugin.tier_off_because or None,
+        "capacity_tokens": None if plugin is None else tokens(plugin.num_tier_blocks),
+        "resident_tokens": None if plugin is None else tokens(plugin.num_kept_blocks),
+        "chunk_tokens": block_size,
+        "second_level": False,
+        "unresolved_chunks": None,
+        "wrong_in_a_row": None,
     }
 
 

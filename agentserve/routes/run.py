@@ -27,6 +27,7 @@ from agentserve.server import Server
 from agentserve.sessions import Namespace
 from agentserve.turns import Turn
 from model.chat import Delta
+from prefix_cache.hits import TurnHits
 
 _log = structlog.get_logger(__name__)
 
@@ -122,6 +123,9 @@ class TurnRun:
         self._namespace = namespace
         self._asked = asked
         self._writer = writer
+        self._open: list[Turn | MediaTurn] = []
+        """Turns that have begun and have no line in the log yet."""
+        self._is_told = False
         self.answered = False
         """Whether a whole answer was made."""
 
@@ -132,19 +136,25 @@ class TurnRun:
             wire.prepare(200, EVENT_STREAM)  # so that keep-alives can be sent while the turn waits for its ticket
         try:
             async with self._turn() as turn:
+                self._open.append(turn)
                 if asked.choices is not None and isinstance(turn, Turn):
                     await self._choices(wire, turn, asked.choices)
                 else:
                     await (self._stream(wire, turn) if asked.stream else self._whole(wire, turn))
                 self.answered = True
         except asyncio.CancelledError:
-            self._server.metrics.failed_turns.labels("client_left" if wire.client_left else "stopped").inc()
+            why = "client_left" if wire.client_left else "stopped"
+            self._server.metrics.failed_turns.labels(why).inc()
+            self._broke_off("abort", why=why)
             if wire.started and not wire.client_left:
                 await wire.write(self._writer.failure(EngineUnavailable("this server is stopping; try again")), more=False)
             raise
         except AgentserveError as raised:
             error = in_clients_fields(raised, asked.options)
             self._server.metrics.failed_turns.labels(error.kind).inc()
+            # The engine's fault is told; a refusal may quote what the client has said, which no log has.
+            reason = {} if error.status < 500 else {"reason": error.message}
+            self._broke_off("error", why=error.kind, status=error.status, **reason)
             if wire.started:
                 await wire.write(self._writer.failure(error), more=False)
             else:
@@ -196,6 +206,8 @@ class TurnRun:
 
         async def take(index: int, choice: Turn, deltas: list[Delta] | None) -> None:
             mine, events = writer.choice(index), b""
+            if choice not in self._open and index not in outcomes:
+                self._open.append(choice)
             if deltas is None:
                 outcomes[index] = self._finished(choice)
             elif not any(said):
@@ -226,16 +238,30 @@ class TurnRun:
         outcome = turn.outcome
         assert outcome is not None
         self._server.metrics.answered(turn.plan, outcome)
+        self._open.remove(turn)
+        self._tell(turn.plan, outcome.hits, outcome.num_generated_tokens, outcome.finish_reason)
+        return outcome
+
+    def _broke_off(self, finish_reason: str, **more: str | int) -> None:
+        """Tell of each turn that has no whole answer; also of a request whose turn had not begun, as while it waited."""
+        for turn in self._open:
+            self._tell(turn.plan, turn.plan.hits, turn.num_generated_tokens, finish_reason, **more)
+        if not self._is_told:
+            seconds = round(time.monotonic() - self._asked.started, 4)
+            _log.info("turn", session=self._asked.identity.session, finish_reason=finish_reason, seconds=seconds, **more)
+
+    def _tell(self, plan: Plan, hits: TurnHits, num_generated_tokens: int | None, finish_reason: str, **more: str | int) -> None:
+        self._is_told = True
         _log.info(
             "turn",
-            session=turn.plan.session_id,
-            kind=turn.plan.kind.value,
-            edited_message=turn.plan.edited_message,
-            num_prompt_tokens=turn.plan.num_prompt_tokens,
-            num_generated_tokens=outcome.num_generated_tokens,
-            ceiling=outcome.hits.ceiling,
-            num_cached_tokens=outcome.hits.actual,
-            finish_reason=outcome.finish_reason,
+            session=plan.session_id,
+            kind=plan.kind.value,
+            edited_message=plan.edited_message,
+            num_prompt_tokens=plan.num_prompt_tokens,
+            num_generated_tokens=num_generated_tokens,
+            ceiling=hits.ceiling,
+            num_cached_tokens=hits.actual,
+            finish_reason=finish_reason,
             seconds=round(time.monotonic() - self._asked.started, 4),
+            **more,
         )
-        return outcome
