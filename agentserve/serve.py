@@ -53,7 +53,7 @@ async def _serve(settings: Settings, reload: Callable[[], Settings]) -> None:
         async with running_server(settings, _progress) as server:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, follow, server, reload)
             host, port = listener.getsockname()[:2]
-            _announce(server, f"http://{host}:{port}")
+            announce(server, f"http://{host}:{port}")
             await web_server(server).serve(sockets=[listener])
 
 
@@ -117,12 +117,18 @@ def _progress(text: str) -> None:
     ERRORS.print(f"[dim]{text}[/dim]")
 
 
-def _announce(server: Server, url: str) -> None:
+def announce(server: Server, url: str) -> None:
+    """Print what serves where, and what to try."""
     if isinstance(server.engine, EmbeddedEngine):
         ERRORS.print(WHAT_IS_REAL, soft_wrap=True)
     info = server.engine.info
     capacity = f"{info.kv_capacity_tokens:,} tokens of KV cache" if info.kv_capacity_tokens else "KV capacity unknown"
     ERRORS.print(f"\n[bold]agentserve {version('agentserve')}[/bold] on {info.name}, model {server.model_name!r}, {capacity}")
+    options = server.settings
+    if options.engine.plugin != "off":
+        ERRORS.print(f"eviction plugin: {options.engine.plugin}", markup=False)
+    if options.offload.tier != "off":
+        ERRORS.print(f"offload tier: {options.offload.tier}", markup=False)
     ERRORS.print(f"listening on [bold]{url}[/bold]\n")
     body = f'{{"model":"{server.model_name}","stream":true,"max_tokens":64,"messages":[{{"role":"user","content":"Hello"}}]}}'
     ERRORS.print("Try:", style="bold")
