@@ -114,7 +114,7 @@ def _raise_open_files() -> None:
 
 
 def _progress(text: str) -> None:
-    ERRORS.print(f"[dim]{text}[/dim]")
+    ERRORS.print(text, style="dim", markup=False, soft_wrap=True)
 
 
 def announce(server: Server, url: str) -> None:
