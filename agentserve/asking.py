@@ -8,6 +8,8 @@ import urllib.request
 from dataclasses import dataclass
 
 ASK_SECONDS = 10.0
+DEFAULT_URL = "http://127.0.0.1:8000"
+"""Where `make serve` listens and `make replay` looks, unless told otherwise."""
 
 
 @dataclass(frozen=True, slots=True)

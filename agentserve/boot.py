@@ -28,6 +28,7 @@ from agentserve.canonical.canonicaliser import choose
 from agentserve.capture import Capture, CaptureOptions
 from agentserve.deliveries import Deliveries
 from agentserve.dialects.responses_store import ResponseStore
+from agentserve.early import check_settings
 from agentserve.engines import Engine
 from agentserve.engines.hints import EngineHints, NoHints
 from agentserve.errors import SetupError
@@ -66,6 +67,7 @@ _log = structlog.get_logger(__name__)
 @asynccontextmanager
 async def running_server(settings: Settings, progress: Callable[[str], None]) -> AsyncIterator[Server]:
     """A server whose engine answers. Raises SetupError, or EngineUnavailable if the engine never does."""
+    check_settings(settings)
     async with AsyncExitStack() as stack:
         tier = await start_offload(settings, progress, stack)
         made = make_engines(settings, progress, tier)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import secrets
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -91,7 +92,7 @@ class Capture:
             self.options.folder.mkdir(parents=True, exist_ok=True)
             self._open()
         except OSError as error:
-            raise SetupError(f"--capture {str(self.options.folder)!r} cannot be written: {error.strerror or error}") from error
+            raise _unwritable(self.options.folder, error) from error
         self._thread.start()
 
     def close(self) -> None:
@@ -206,6 +207,20 @@ class Capture:
 
     def _session_id(self, name: str) -> str:
         return xxhash.xxh3_64_hexdigest(name.encode(), seed=self._key)
+
+
+def check_folder(folder: Path) -> None:
+    """Make the folder of a capture. Raises SetupError when it cannot be written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+
+
+def _unwritable(folder: Path, error: OSError) -> SetupError:
+    return SetupError(f"--capture {str(folder)!r} cannot be written: {error.strerror or error}")
 
 
 class _StillFailing(OSError):

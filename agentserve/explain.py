@@ -43,6 +43,11 @@ EDIT_CURES: Mapping[Difference, str] = {
 """By kind of difference, in place of the general cure of `client_edit`."""
 
 
+SHORT_PROMPTS = "these prompts are hardly longer than a block, whose last token is always computed: long ones lose a block at most"
+"""In place of the general cure of `tail`, where it is a good part of the prompts that have one."""
+SHORT_SHARE = 0.25
+"""From which share of those prompts on the tail is a good part."""
+
 MAX_NAMES = 6
 """Tools that are named in a cell."""
 
@@ -131,10 +136,13 @@ def advice(turns: Sequence[Turn]) -> str:
         return "Nothing was missed that could have been a hit: every computed token was new."
     cause, tokens = avoidable.most_common(1)[0]
     share = tokens / max(1, sum(turn.prompt_tokens for turn in turns))
-    return f"Most was lost to {cause.value}, {tokens:,} tokens ({share:.1%} of all prompt tokens): {_cure(cause, turns)}."
+    due = f"{total[Cause.NEW]:,} tokens were new, so computing them was due. " if total[Cause.NEW] else ""
+    return f"{due}Most was lost to {cause.value}, {tokens:,} tokens ({share:.1%} of all prompt tokens): {_cure(cause, turns)}."
 
 
 def _cure(cause: Cause, turns: Sequence[Turn]) -> str:
+    if cause is Cause.TAIL:
+        return SHORT_PROMPTS if _tail_share(turns) >= SHORT_SHARE else CURES[cause]
     lost: Counter[Difference] = Counter()
     for turn in turns:
         if turn.divergence is not None and cause in (turn.missed_tokens or {}):
@@ -142,6 +150,12 @@ def _cure(cause: Cause, turns: Sequence[Turn]) -> str:
     if cause is not Cause.CLIENT_EDIT or not lost:
         return CURES[cause]
     return EDIT_CURES.get(lost.most_common(1)[0][0], CURES[cause])
+
+
+def _tail_share(turns: Sequence[Turn]) -> float:
+    """Of the prompts that have a tail, the share that it is."""
+    tails = [(tail, turn.prompt_tokens) for turn in turns if (tail := (turn.missed_tokens or {}).get(Cause.TAIL, 0))]
+    return sum(tail for tail, _ in tails) / max(1, sum(prompt for _, prompt in tails))
 
 
 def show(console: Console, session_id: str, turns: Sequence[Turn]) -> None:

@@ -7,6 +7,7 @@ Only this module reads the environment.
 from __future__ import annotations
 
 import os
+import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
@@ -236,6 +237,8 @@ def load(flags: Mapping[tuple[str, ...], Any], config: Path | None = None) -> Se
 
     try:
         return FromFile(**nested)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise SetupError(f"settings: the config file {str(config)!r} cannot be read as TOML: {error}") from error
     except ValueError as error:
         raise SetupError(_explain(error)) from error
 

@@ -122,7 +122,7 @@ def make_engines(settings: Settings, progress: Callable[[str], None], tier: Lmca
         urls = options.url.replace(",", " ").split()
         events = _one_each("--engine-events", options.events, len(urls))
         replays = _one_each("--engine-events-replay", options.events_replay, len(urls))
-        engines = [VllmEngine(url, api_key=key, start_timeout_seconds=options.start_seconds) for url in urls]
+        engines = [VllmEngine(url, api_key=key, start_timeout_seconds=options.start_seconds, progress=progress) for url in urls]
         return [Made(*each) for each in zip(engines, events, replays, strict=True)]
     embedded = EmbeddedEngine(
         EmbeddedOptions(

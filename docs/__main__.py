@@ -20,9 +20,10 @@ from admission.eviction import EVICTION_POLICIES
 from admission.policies import ADMISSION_POLICIES
 from agentserve import turns
 from agentserve.canonical.table import CANONICAL_RULES
-from agentserve.cli import build_cli, settings_page
+from agentserve.cli import build_cli
 from agentserve.doctor.table import DOCTOR_CHECKS
 from agentserve.identity import BODY_FIELDS, IDENTITY_HEADERS, HeaderRow
+from agentserve.serve_command import settings_page
 from replays.simulator.profile_command import cells
 from replays.simulator.profile_command import summary as points_summary
 from replays.simulator.published import read_record

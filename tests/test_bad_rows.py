@@ -161,6 +161,31 @@ def test_a_simulation_says_what_it_left_out_and_a_strict_one_does_not_begin(
     assert "line 3" in capsys.readouterr().err
 
 
+@pytest.mark.case("TRC-01")
+@pytest.mark.parametrize("command", ["simulate", "tune"])
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"\x8f\xff\x00\x01" * 99, "not valid JSON"),
+        (b"", "not valid JSON"),
+        (b'{"id": "x", "requ', "not valid JSON"),
+        (b"[1, 2]", "Expected `object`, got `array`"),
+        (b'{"a": 1}', "unknown field `a`"),
+    ],
+    ids=["binary", "empty", "cut", "a list", "another object"],
+)
+def test_a_lone_bad_trace_is_refused_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, content: bytes, said: str
+) -> None:
+    path = tmp_path / "t.json"
+    path.write_bytes(content)
+    assert app([command, str(path), "--jobs", "1"], result_action="return_value") == 2
+    told = capsys.readouterr().err
+    assert said in told
+    assert str(path) in told
+    assert "no session has a call to play" in told
+
+
 @pytest.mark.case("TRC-01", "TRC-03")
 def test_a_replay_reports_bad_rows_and_says_when_its_rate_is_an_upper_bound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two sessions with a head in common and, without a marker, no more; idle times of an hour are dropped."""

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+import replays.cli
+from agentserve.cli import COMMANDS, build_cli
 from tests.processes import descendants, living, wait_until
 from tests.real_engine import CACHE_FOLDER
 from tests.upstream import Script, Upstream, in_thread
@@ -152,3 +154,27 @@ def test_help_and_version_are_quick_to_find() -> None:
     assert code == 0
     assert all(command in output for command in ("serve", "replay", "report", "generate"))
     assert run("--version") == (0, "0.1.0\n")
+
+
+def test_summaries_are_those_of_the_commands() -> None:
+    app = build_cli()
+    for name, (_, summary) in {**COMMANDS, **replays.cli.COMMANDS}.items():
+        assert app[name].help.startswith(summary.rstrip(".")), name
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], [], ["no-such-command"], ["serve", "--prot", "1"], ["serve", "--help"]])
+def test_what_starts_no_server_imports_no_part_of_one(arguments: list[str]) -> None:
+    """Seconds on a slow machine: these libraries are most of the start of a command."""
+    script = """
+import sys
+from agentserve.cli import main
+sys.argv[1:] = sys.argv[2:]
+try:
+    main()
+except SystemExit:
+    pass
+sys.exit([name for name in ("numpy", "redis", "fastapi", "aiohttp", "jinja2", "structlog", "tokenizers", "torch") if name in sys.modules])
+"""
+    command = [sys.executable, "-c", script, "agentserve", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(), check=False)
+    assert done.stderr.splitlines()[-1:] == ["[]"], done.stderr

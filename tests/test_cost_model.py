@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from agentserve.cli import build_cli
@@ -123,3 +124,14 @@ def test_every_profile_says_what_it_is() -> None:
         return bool(profile.about) and profile.capacity_tokens > 0
 
     assert all(map(described, PROFILES.values()))
+
+
+def test_the_command_gives_profiles_and_points_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    build_cli()(["profiles", "--json"], result_action="return_value")
+    listed = msgspec.json.decode(capsys.readouterr().out)
+    assert list(listed) == list(PROFILES)
+    assert listed["nominal"]["fitted"] is None
+    assert listed[M3[0]]["capacity_tokens"] == PROFILES[M3[0]].capacity_tokens
+    assert 0 < listed[M3[0]]["fitted"]["memory_share"] <= 1
+    build_cli()(["profiles", "--points", "--json"], result_action="return_value")
+    assert len(msgspec.json.decode(capsys.readouterr().out)) == len(read_record())

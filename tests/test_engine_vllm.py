@@ -292,6 +292,22 @@ async def test_start_waits_for_an_engine_that_is_still_loading() -> None:
 
 
 @pytest.mark.anyio
+async def test_start_says_what_it_waits_for() -> None:
+    async with Upstream() as upstream:
+        gone = upstream.url
+    said: asyncio.Queue[str] = asyncio.Queue()
+    engine = VllmEngine(gone, start_timeout_seconds=60, progress=said.put_nowait)
+    start = asyncio.create_task(engine.start())
+    told = await said.get()
+    assert f"waiting for the engine at {gone}" in told
+    assert "60 s at most" in told
+    assert "does not answer" in told
+    start.cancel()
+    await asyncio.gather(start, return_exceptions=True)
+    await engine.close()
+
+
+@pytest.mark.anyio
 async def test_unknown_cached_tokens_are_warned_of_once() -> None:
     usage = b'data: {"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":0,"total_tokens":3}}\n\ndata: [DONE]\n\n'
     async with Upstream(default=Script(raw_sse=(usage,))) as upstream, started(upstream.url) as engine:

@@ -12,10 +12,10 @@ import msgspec
 import pytest
 
 from admission.eviction.policy import Fate
-from agentserve.cli import follow
 from agentserve.engines.hints import NoHints, SessionHint, TurnHints
 from agentserve.errors import SetupError
 from agentserve.policies import chosen
+from agentserve.serve import follow
 from agentserve.settings import load
 from model.conversation import ToolCall
 from tests.processes import wait_until

@@ -16,6 +16,14 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(environment_name(path), raising=False)
 
 
+@pytest.mark.parametrize("content", [b"port = ", b"host = '\xff\xfe'"], ids=["bad TOML", "bad UTF-8"])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "agentserve.toml"
+    file.write_bytes(content)
+    with pytest.raises(SetupError, match=r"agentserve\.toml"):
+        load({}, file)
+
+
 def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "agentserve.toml"
     file.write_text('port = 1\nhost = "file"\nmodel_name = "file"\n[engine]\nkv_tokens = 1024\n')

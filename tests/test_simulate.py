@@ -11,8 +11,9 @@ import pytest
 
 from replays.cli import app
 from replays.generator import GeneratorSettings, generate_sessions
+from replays.simulator.command import progress_lines
 from replays.simulator.grid import Grid, GridError, parse_policy, parse_tokens, points_of, run_all, unlimited
-from replays.simulator.loop import LoopOptions
+from replays.simulator.loop import PLAYS_EACH, LoopOptions
 from replays.simulator.outcomes import Outcome
 from replays.simulator.run import Simulation, SimulationOptions, simulate
 from replays.simulator.workload import Reading, Workload, read_workload
@@ -257,3 +258,25 @@ def test_bad_sessions_are_found_in_other_processes_too(tmp_path: Path) -> None:
     write(path, *good, {"id": "x"})
     with pytest.raises(TraceError, match="line 41"):
         read_workload([path], Reading(block_size=BLOCK), jobs=2)
+
+
+def test_a_trace_of_short_sessions_is_not_repeated_for_an_hour(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two sessions of one call would else be played 38 times a simulated second."""
+    trace, out = write(tmp_path / "t.jsonl", session("one", call(0, [1])), session("two", call(0, [2]))), tmp_path / "out.json"
+    command = ["simulate", str(trace), "--policy", "lru", "--streams", "1", "--block-size", str(BLOCK), "--jobs", "1", "--json", str(out)]
+    assert app(command, result_action="return_value") == 0
+    assert f"each session had been played {PLAYS_EACH} times" in capsys.readouterr().err
+    run = msgspec.json.decode(out.read_bytes())["runs"][0]
+    assert run["is_cut"]
+    assert run["duration_seconds"] < 3600
+    assert 2 * PLAYS_EACH - 2 <= run["num_requests"] <= 2 * PLAYS_EACH + 2
+
+
+def test_what_takes_long_says_so_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    told = ""
+    with progress_lines("simulating", 0.001) as heard:
+        while "nothing is done yet" not in told:
+            told += capsys.readouterr().err
+        heard(1, 3)
+        while "simulating: 1 of 3" not in told:
+            told += capsys.readouterr().err

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from agentserve.engines.hints import PluginState
-from agentserve.explain import CURES, Turn, advice
+from agentserve.explain import CURES, SHORT_PROMPTS, Turn, advice
 from agentserve.prompt import FlatPrompt
 from agentserve.records import TurnLog, TurnRecord
 from agentserve.routes.cache import describe_engine
@@ -145,6 +145,13 @@ def test_the_advice_names_what_cost_most_and_its_cure(cause: Cause) -> None:
     said = advice([turn({Cause.NEW: 500, cause: 100}), turn({Cause.TAIL: 20})])
     assert CURES[cause] in said
     assert "100" in said or "120" in said
+
+
+def test_one_block_prompts_are_not_advised_another_block_size_and_new_tokens_are_said_to_be_due() -> None:
+    said = advice([turn({Cause.NEW: 904}), turn({Cause.NEW: 904, Cause.TAIL: 96}), turn({Cause.TAIL: 1000})])
+    assert "1,808 tokens were new" in said
+    assert SHORT_PROMPTS in said
+    assert CURES[Cause.TAIL] in advice([turn({Cause.TAIL: 100})])
 
 
 def test_without_avoidable_misses_or_figures_the_advice_says_so() -> None:

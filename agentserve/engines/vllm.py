@@ -26,6 +26,8 @@ KEEPALIVE_SECONDS: Final = 4.0
 CONNECT_SECONDS: Final = 10.0
 HEALTH_SECONDS: Final = 1.0
 POLL_SECONDS: Final = 0.25
+SAY_FIRST_SECONDS: Final = 0.5
+SAY_SECONDS: Final = 15.0
 # What a route answers to an empty body when the engine does not have it (403: vLLM without --enable-scale-out).
 _ROUTE_ABSENT: Final = (403, 404, 405, 501)
 
@@ -70,6 +72,7 @@ class VllmEngine:
     """The vLLM server at `url` (scheme, host and port).
 
     `model` picks one of several served names (default: the first), `route` one way to send ids (default: the best that is there).
+    `progress` hears what is waited for at a start.
     """
 
     info: EngineInfo
@@ -82,11 +85,14 @@ class VllmEngine:
         model: str | None = None,
         route: Route | None = None,
         start_timeout_seconds: float = 600.0,
+        progress: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.url = url.rstrip("/")
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._model = model
         self._start_timeout_seconds = start_timeout_seconds
+        self._progress = progress
+        self._waits_for = "no answer yet"
         self._session: aiohttp.ClientSession | None = None
         self.num_retries = 0
         """Requests sent a second time, as their connection had ended before anything arrived."""
@@ -101,7 +107,11 @@ class VllmEngine:
         """
         if self._session is None:
             self._session = self._open_session()
-        models = await self._wait_for_models()
+        saying = asyncio.create_task(self._say_waiting())
+        try:
+            models = await self._wait_for_models()
+        finally:
+            saying.cancel()
         served = next((m for m in models if self._model in (None, m.id)), None)
         if served is None:
             names = ", ".join(repr(m.id) for m in models)
@@ -287,9 +297,19 @@ class VllmEngine:
                 reason = error
             except msgspec.MsgspecError as error:
                 raise SetupError(f"The server at {self.url} is not a vLLM: /v1/models says something else ({error}).") from error
+            self._waits_for = reason.message
             if asyncio.get_running_loop().time() >= deadline:
                 raise EngineUnavailable(f"Gave up after {self._start_timeout_seconds:.0f} s: {reason.message}") from reason
             await asyncio.sleep(POLL_SECONDS)
+
+    async def _say_waiting(self) -> None:
+        """Until it is cancelled: says what is waited for, soon and then now and again."""
+        seconds = SAY_FIRST_SECONDS
+        while True:
+            await asyncio.sleep(seconds)
+            limit = f"for {self._start_timeout_seconds:.0f} s at most"
+            self._progress(f"waiting for the engine at {self.url} to answer, {limit}: {self._waits_for}")
+            seconds = SAY_SECONDS
 
     async def _find_route(self) -> Route:
         """An empty body is refused by a route that is there, before any work."""

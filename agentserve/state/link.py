@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import redis
 import structlog
 from redis.asyncio import Redis
+from redis.asyncio.connection import parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
@@ -30,21 +31,27 @@ _PROBE_TTL_SECONDS = 60
 _log = structlog.get_logger(__name__)
 
 
+def check_url(url: str) -> None:
+    """Raises SetupError for a URL that names no server."""
+    try:
+        parse_url(url)
+    except ValueError as error:
+        raise SetupError(f"--state-url is no Redis URL: {error}") from error
+
+
 class RedisLink:
     """Runs operations on a Redis client. `failed` hears of each that gave nothing. Built anywhere, used on one event loop."""
 
     def __init__(self, url: str, failed: Callable[[Failure], None]) -> None:
         """Raises SetupError for a URL that names no server."""
-        try:
-            self._redis: Redis = Redis.from_url(
-                url,
-                # The breaker decides what is tried again; maintenance notices (protocol 3) would let connections with unread data pass.
-                retry=Retry(NoBackoff(), 0),
-                protocol=2,
-                max_connections=MAX_CONNECTIONS,
-            )
-        except ValueError as error:
-            raise SetupError(f"--state-url is no Redis URL: {error}") from error
+        check_url(url)
+        self._redis: Redis = Redis.from_url(
+            url,
+            # The breaker decides what is tried again; maintenance notices (protocol 3) would let connections with unread data pass.
+            retry=Retry(NoBackoff(), 0),
+            protocol=2,
+            max_connections=MAX_CONNECTIONS,
+        )
         self._failed = failed
         self._breaker = Breaker(self._changed)
         self._slots = asyncio.Semaphore(MAX_CONNECTIONS)

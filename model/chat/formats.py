@@ -57,4 +57,18 @@ def chat_format(name: str, tokenizer: Tokenizer, folder: Path) -> ChatFormat:
         return CHAT_FORMATS[name](tokenizer)
     if name in FOLDER_FORMATS:
         return FOLDER_FORMATS[name](tokenizer, folder)
-    raise UnknownChatFormat(f"unknown chat format {name!r}; known: auto, {', '.join((*CHAT_FORMATS, *FOLDER_FORMATS, PassThrough.name))}")
+    raise UnknownChatFormat(_unknown(name))
+
+
+def check_name(name: str) -> None:
+    """Raises UnknownChatFormat where no format has this name."""
+    if name not in _names():
+        raise UnknownChatFormat(_unknown(name))
+
+
+def _names() -> tuple[str, ...]:
+    return ("auto", *CHAT_FORMATS, *FOLDER_FORMATS, PassThrough.name)
+
+
+def _unknown(name: str) -> str:
+    return f"unknown chat format {name!r}; known: {', '.join(_names())}"

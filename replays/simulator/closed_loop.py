@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from replays.plan import PlannedCall, TreePlan
 from replays.simulator.chains import Branch
 from replays.simulator.clock import Clock, Rank
-from replays.simulator.loop import LoopOptions, Play, Plays, call_of, tenant_of
+from replays.simulator.loop import PLAYS_EACH, LoopOptions, Play, Plays, call_of, tenant_of
 from replays.simulator.outcomes import Outcome
 from replays.simulator.scripts import Script
 from replays.simulator.server import Server
@@ -27,7 +27,9 @@ class ClosedLoop:
     profiling_started: float = 0.0
     plays: Plays = field(default_factory=Plays)
     num_overflows: int = 0
+    is_cut: bool = False
     _taken: int = 0
+    _last_taken: int | None = None
     _num_ready: int = 0
     _idle_version: int = 0
 
@@ -44,6 +46,10 @@ class ClosedLoop:
         """The next session; None when all have been played once and once is enough."""
         if self.options.duration is None and self._taken >= len(self.scripts):
             return None
+        if self._last_taken is not None and self._taken >= self._last_taken:
+            self.is_cut = True
+            self._stop()
+            return None
         number = self._taken
         self._taken += 1
         script = self.scripts[self._order[number % len(self.scripts)]]
@@ -58,6 +64,7 @@ class ClosedLoop:
         self.profiling_started = self.clock.now
         if self.options.duration is not None:
             self.clock.at(self.clock.now + self.options.duration, self._stop, Rank.TICK)
+            self._last_taken = self._taken + PLAYS_EACH * max(len(self.scripts), len(self._lanes))
         for lane in self._lanes:
             lane.profile()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ import msgspec
 from cyclopts import Parameter
 from cyclopts.types import NonNegativeFloat, PositiveFloat, PositiveInt
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from replays.row_faults import RowFaults, say_rows
 from replays.simulator.grid import (
@@ -30,7 +32,7 @@ from replays.simulator.grid import (
     run_all,
     unlimited,
 )
-from replays.simulator.loop import LoopOptions
+from replays.simulator.loop import PLAYS_EACH, LoopOptions
 from replays.simulator.report import SimulationReport
 from replays.simulator.run import SimulationOptions
 from replays.simulator.tables import anatomy_tables, point_table
@@ -39,6 +41,10 @@ from replays.traces import TraceError
 
 ERRORS = Console(stderr=True, highlight=False)
 _PIPE_WIDTH = 200
+_SAY_SECONDS = 10.0
+"""Between two lines of progress where stderr is no terminal."""
+
+_DURATION_HELP = f"Simulated seconds of profiling, or until each session was played {PLAYS_EACH} times; 0: each once, without warm-up."
 
 FormatName: TypeAlias = Literal["auto", "weka", "capture", "dynamo", "mooncake"]
 EndsName: TypeAlias = Literal["unknown", "inferred", "said"]
@@ -52,9 +58,36 @@ def output() -> Console:
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
     """Hears (done, total), and shows it on stderr while it lasts."""
-    with Progress(console=ERRORS, transient=True) as bar:
+    if not ERRORS.is_terminal:
+        with progress_lines(title, _SAY_SECONDS) as heard:
+            yield heard
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=ERRORS, transient=True) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def progress_lines(title: str, every_seconds: float) -> Iterator[Callable[[int, int], None]]:
+    """The same as lines, the first after `every_seconds`: whatever takes longer says so, also while nothing is done yet."""
+    state, is_over = ["nothing is done yet"], threading.Event()
+    started = time.monotonic()
+
+    def say() -> None:
+        while not is_over.wait(every_seconds):
+            ERRORS.print(f"{title}: {state[0]}, {time.monotonic() - started:.0f} s", style="dim", markup=False)
+
+    def heard(done: int, total: int) -> None:
+        state[0] = f"{done} of {total}"
+
+    thread = threading.Thread(target=say, daemon=True)
+    thread.start()
+    try:
+        yield heard
+    finally:
+        is_over.set()
+        thread.join()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +101,7 @@ class WorkloadOptions:
         Literal["canned", "live"], Parameter(help="live: clients send answers back as they were generated, so these can be hit.")
     ] = "canned"
     context_tokens: Annotated[int | None, Parameter(help="The model's limit: sessions near it are about to compact or to end.")] = None
-    duration: Annotated[NonNegativeFloat, Parameter(help="Simulated seconds of profiling; 0: each session once, without warm-up.")] = 3600.0
+    duration: Annotated[NonNegativeFloat, Parameter(help=_DURATION_HELP)] = 3600.0
     warmup_requests: Annotated[int, Parameter(help="Per lane, of one token, before profiling.")] = 10
     idle_cap: Annotated[PositiveFloat, Parameter(help="Longest idle time of one session tree, seconds.")] = 300.0
     arrivals: Annotated[
@@ -98,10 +131,13 @@ class WorkloadOptions:
     def read(self, traces: Sequence[Path]) -> Workload:
         """The traces. Raises TraceError."""
         reading = Reading(self.trace_format, self.block_size, echoes=self.assistant == "live")
-        with progress_bar("reading traces") as progress:
-            workload = read_workload(traces, reading, self.num_jobs, progress, RowFaults(strict=self.strict))
-        for line in say_rows(workload.rows):
-            ERRORS.print(line, style="yellow", markup=False, soft_wrap=True)
+        faults = RowFaults(strict=self.strict)
+        try:
+            with progress_bar("reading traces") as progress:
+                workload = read_workload(traces, reading, self.num_jobs, progress, faults)
+        finally:  # where nothing is left to play, these lines are the reason
+            for line in say_rows(faults.report()):
+                ERRORS.print(line, style="yellow", markup=False, soft_wrap=True)
         if self.arrivals == 0 and not workload.has_clock:
             raise GridError("these sessions are not on one clock, so there are no recorded arrivals: give a rate with --arrivals")
         return workload
@@ -183,6 +219,7 @@ def simulate_command(
         console.print("idle times are dropped: hit rates are an UPPER BOUND")
     console.print(point_table(points))
     _say_overflows(points)
+    _say_cut(reports)
     if anatomy:
         console.print("", anatomy_tables([report for report in reports if report.seed == seeds[0]], roomy))
     if json is not None:
@@ -208,6 +245,13 @@ def _say_overflows(points: Sequence[PointReport]) -> None:
     worst = max((point.overflows for point in points), default=0)
     if worst:
         ERRORS.print(f"{worst} requests were longer than the whole pool and were refused; larger capacities have fewer", style="yellow")
+
+
+def _say_cut(reports: Sequence[SimulationReport]) -> None:
+    seconds = [report.duration_seconds for report in reports if report.is_cut]
+    if seconds:
+        ended = f"{len(seconds)} of {len(reports)} runs ended before --duration, after {min(seconds):,.0f} simulated seconds or more"
+        ERRORS.print(f"{ended}: each session had been played {PLAYS_EACH} times", style="yellow", soft_wrap=True)
 
 
 def write_json(path: Path, data: object) -> None:

@@ -13,6 +13,9 @@ from replays.simulator.outcomes import Outcome
 from replays.simulator.scripts import Script
 from replays.simulator.server import Call, path_of
 
+PLAYS_EACH = 200
+"""How often each session, or each lane one, is played in the profiling of a closed loop: more of the same would tell nothing new."""
+
 _STREAMS_A_PLAY = 1 << 12
 
 
@@ -24,7 +27,7 @@ class LoopOptions:
     """Of the closed loop."""
     seed: int = 42
     duration: float | None = 3600.0
-    """Of profiling; None: each session once, from its start, without a warm-up."""
+    """Of profiling, at most (`PLAYS_EACH`); None: each session once, from its start, without a warm-up."""
     warmup: int = 10
     """Requests per lane after the primers, one token each."""
     window_start: float = 0.25
@@ -63,6 +66,11 @@ class Loop(Protocol):
     """Sends calls to the server until it is over."""
 
     num_overflows: int
+
+    @property
+    def is_cut(self) -> bool:
+        """It ended before its duration, as each session had been played `PLAYS_EACH` times."""
+        ...
 
     @property
     def profiling(self) -> bool: ...

@@ -36,6 +36,11 @@ class OpenLoop:
             raise ValueError("these sessions are not on one clock, so there are no recorded arrivals: give a rate")
 
     @property
+    def is_cut(self) -> bool:
+        """Never: sessions come at their rate, however short they are."""
+        return False
+
+    @property
     def profiling(self) -> bool:
         return self.clock.now >= self.options.unmeasured
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from replays.simulator.cost import Profile
 from replays.simulator.geometry import GeometryCost
 from replays.simulator.profiles import PROFILES
 from replays.simulator.published import FIGURES, RECORD, RUNS, Compared, compare, differing, read_record
@@ -18,7 +20,7 @@ _OUTPUT = Console(highlight=False) if sys.stdout.isatty() else Console(highlight
 _ERRORS = Console(stderr=True, highlight=False)
 
 
-def profiles(*, points: bool = False, check: bool = False, write: bool = False) -> int:
+def profiles(*, points: bool = False, check: bool = False, write: bool = False, json: bool = False) -> int:
     """List the engines that can be simulated; or the published points that their constants come from, fitted and held back.
 
     Parameters
@@ -29,9 +31,14 @@ def profiles(*, points: bool = False, check: bool = False, write: bool = False) 
         Simulate them again (about two minutes); exit code 1 where they differ from the record.
     write
         Record what --check found.
+    json
+        Print JSON.
     """
     if not (points or check or write):
-        _OUTPUT.print(profiles_table())
+        if json:
+            _print_json({name: describe(profile) for name, profile in PROFILES.items()})
+        else:
+            _OUTPUT.print(profiles_table())
         return 0
     rows: list[Compared] = []
     if check or write:
@@ -42,12 +49,31 @@ def profiles(*, points: bool = False, check: bool = False, write: bool = False) 
         rows = read_record()
     if write:
         RECORD.write_bytes(msgspec.json.format(msgspec.json.encode(rows)) + b"\n")
-    _OUTPUT.print(points_table(rows))
-    _OUTPUT.print(summary(rows))
+    if json:
+        _print_json(rows)
+    else:
+        _OUTPUT.print(points_table(rows))
+        _OUTPUT.print(summary(rows))
     differ = [] if write else differing(rows, read_record())
     for name in differ:
         _ERRORS.print(f"no longer as recorded: {name}", style="red")
     return 1 if differ else 0
+
+
+def _print_json(data: object) -> None:
+    sys.stdout.write(msgspec.json.encode(data).decode() + "\n")
+
+
+def describe(profile: Profile) -> dict[str, object]:
+    """A profile as JSON, the shares of its limits as fractions; `fitted` is null where the cost is not made of M3's shapes."""
+    cost = profile.cost
+    return {
+        "about": profile.about,
+        "capacity_tokens": profile.capacity_tokens,
+        "block_size": profile.engine.block_size,
+        "num_gpus": profile.num_gpus,
+        "fitted": asdict(cost.efficiency) if isinstance(cost, GeometryCost) else None,
+    }
 
 
 def profiles_table() -> Table:

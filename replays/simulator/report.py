@@ -69,6 +69,8 @@ class SimulationReport(Struct, kw_only=True):
     """Whether the policy is told that a session has ended: `said`, `inferred` or `unknown`."""
     is_upper_bound: bool = False
     """Idle times were dropped: nothing was evicted in them."""
+    is_cut: bool = False
+    """It ended before its duration, as each session had been played often enough."""
     arrivals: float | None = None
     """Sessions a second of an open loop; 0: as recorded; None: closed loop."""
 
@@ -140,6 +142,7 @@ def make_report(options: SimulationOptions, loop: Loop, server: Server, outcomes
         admission_parameters=dict(options.admission_parameters),
         tier_tokens=options.tier.capacity_tokens if options.tier is not None else 0,
         ends="said" if options.knowledge.ends else "inferred" if options.knowledge.inferred else "unknown",
+        is_cut=loop.is_cut,
         is_upper_bound=options.loop.idle_cap < NO_IDLE_SECONDS,
         arrivals=options.loop.arrivals,
     )
