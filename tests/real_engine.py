@@ -26,7 +26,7 @@ class RealEngine:
     events_endpoint: str
     replay_endpoint: str
     model_folder: Path
-    log_folder: Path
+    log_path: Path
 
 
 @contextmanager
@@ -38,9 +38,7 @@ def real_engine(options: EmbeddedOptions) -> Iterator[RealEngine]:
     engine = EmbeddedEngine(options, progress=lambda text: print(text, file=sys.stderr))  # noqa: T201 - shown by pytest if the start fails
     try:
         asyncio.run_coroutine_threadsafe(engine.start(), loop).result()
-        yield RealEngine(
-            engine.url, engine.info, engine.events_endpoint, engine.replay_endpoint, engine.model_folder, engine.log_path.parent
-        )
+        yield RealEngine(engine.url, engine.info, engine.events_endpoint, engine.replay_endpoint, engine.model_folder, engine.log_path)
     finally:
         asyncio.run_coroutine_threadsafe(engine.close(), loop).result()
         loop.call_soon_threadsafe(loop.stop)
