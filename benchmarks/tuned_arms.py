@@ -86,9 +86,7 @@ def figures_of(arms: Sequence[TunedArm]) -> dict[str, object]:
 def said_of(arm: TunedArm) -> str:
     """A line for the table's notes."""
     judged = arm.judged
-    closed = (
-        "no gap" if judged.closed_share is None else f"{100 * judged.closed_share:.1f} % of LRU's {judged.baseline.gap_points:.1f} points"
-    )
+    closed = "no gap" if judged.closed_share is None else f"{100 * judged.closed_share:.1f} %"
     oracle = "" if judged.oracle_closed_share is None else f" (the oracle's eviction alone {100 * judged.oracle_closed_share:.1f} %)"
     closed += f" of LRU's {judged.baseline.gap_points:.1f} points"
     throughput = "" if judged.throughput_ratio is None else f", throughput × {judged.throughput_ratio:.3f}"
