@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,7 +62,8 @@ def make_scheduler(
     schedules_ahead: bool = False,
 ) -> Scheduler:
     """The scheduler that vLLM would build for these options; `transfer`, `additional`: its --kv-transfer-config, --additional-config."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    # Of this process only: its environment is also that of the engines that it starts.
+    logging.getLogger("vllm").setLevel(logging.ERROR)  # noqa: TID251 - vLLM logs by it
     model = ModelConfig(model=_model_folder(folder / "model"), skip_tokenizer_init=True, dtype="float32", seed=0)
     parallel = ParallelConfig()
     speculative = None
