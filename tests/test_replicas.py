@@ -131,9 +131,9 @@ async def test_a_dead_engine_costs_no_client_anything_and_comes_back(
 async def test_turns_that_a_dead_engine_leaves_are_shared_out_among_the_others(renderer: FormatRenderer, model_folder: Path) -> None:
     engines = upstreams(renderer, 3)
     dead, *others = engines
-    dead.default = Script(status=500, ttft_seconds=0.3)
+    dead.default = Script(status=500, ttft_seconds=2.0)  # all have been sent by then, also on a busy machine
     for engine in others:
-        engine.default = Script(ttft_seconds=1.0)
+        engine.default = Script(ttft_seconds=2.5)
     with fleet(engines, model_folder, events=False) as served:
         replies = await asyncio.gather(*(chat(served.url, [say(f"job {number}")], stream=False) for number in range(18)))
         assert {reply.status for reply in replies} == {200}

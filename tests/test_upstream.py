@@ -199,7 +199,8 @@ async def test_other_routes_say_what_the_engine_is() -> None:
         assert (await (await session.get(upstream.url + "/version")).json()) == {"version": "0.32.0"}
         assert (await (await session.post(upstream.url + "/tokenize", json={"prompt": "ab"})).json())["tokens"] == [97, 98]
         metrics = await (await session.get(upstream.url + "/metrics")).text()
-        assert 'vllm:cache_config_info{block_size="32",enable_prefix_caching="True",engine="0",num_gpu_blocks="65"} 1.0' in metrics
+        info = 'block_size="32",enable_prefix_caching="True",engine="0",num_gpu_blocks="65",prefix_caching_hash_algo="sha256"'
+        assert f"vllm:cache_config_info{{{info}}} 1.0" in metrics
         assert 'vllm:prefix_cache_hits_total{engine="0",model_name="demo-model"} 32.0' in metrics
         assert 'source="local_cache_hit"} 32.0' in metrics
         assert "# TYPE vllm:kv_cache_usage_perc gauge" in metrics
