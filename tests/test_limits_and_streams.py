@@ -180,7 +180,7 @@ async def test_silence_is_broken_in_the_queue_in_prefill_and_while_text_is_withh
     upstream: Upstream, model_folder: Path, form: Form
 ) -> None:
     """An argument that is no text is shown when it is whole; until then nothing can be."""
-    withheld = Script(say="", calls=(ToolCall("", "read_file", {"lines": [7] * 60}),), itl_seconds=0.01)
+    withheld = Script(say="", calls=(ToolCall("", "read_file", {"lines": [7] * 20}),), itl_seconds=0.01)
     with serving(upstream.url, model_folder, limits_keep_alive_seconds=0.1, limits_running_turns=1) as served:
         for script in (Script(say="late", ttft_seconds=0.6), withheld):
             upstream.script(script, script)
