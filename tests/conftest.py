@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 import signal
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -56,6 +60,16 @@ def model_folder() -> Path:
         CACHE_FOLDER.mkdir(parents=True, exist_ok=True)
         make_nano(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def vllm_side() -> ModuleType:
+    """`benchmarks.vllm_scheduler`, which imports vLLM, with warnings of its own that are not ours to mend."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.import_module("benchmarks.vllm_scheduler")
 
 
 @pytest.fixture(scope="session")

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import random
-import warnings
 from array import array
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -162,16 +158,6 @@ class LateEvents:
 
     def shutdown(self) -> None:
         pass
-
-
-@pytest.fixture(scope="module")
-def vllm_side() -> Iterator[ModuleType]:
-    """`benchmarks.vllm_scheduler`, which imports vLLM."""
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield importlib.import_module("benchmarks.vllm_scheduler")
 
 
 @pytest.mark.engine

@@ -9,8 +9,6 @@ import random
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass
 from functools import partial
 from uuid import uuid4
 
@@ -18,12 +16,12 @@ import aiohttp
 import pytest
 import redis.asyncio as redis
 
-from agentserve.engines import Engine, GenerateRequest
+from agentserve.engines import Engine
 from agentserve.engines.vllm import VllmEngine
 from benchmarks.history import code
 from benchmarks.offload import Played, Player, external_prediction_error_points, offloading
 from tests.processes import Process, descendants, wait_until
-from tests.real_engine import CACHE_FOLDER, RealEngine
+from tests.real_engine import CACHE_FOLDER, Generated, RealEngine, generated
 from tests.redis_server import running_redis
 
 pytestmark = [
@@ -69,24 +67,9 @@ async def probes(player: Player) -> list[Played]:
     return asked
 
 
-@dataclass(frozen=True, slots=True)
-class Generated:
-    ids: tuple[int, ...]
-    num_cached_tokens: int
-
-
 async def generate(engine: Engine, name: str, ids: Sequence[int]) -> Generated:
     """A few tokens after exactly these."""
-    prompt = ",".join(map(str, ids)).encode()
-    request = GenerateRequest(f"{name}-{uuid4().hex}", (prompt,), len(ids), NUM_GENERATED, {"temperature": 0.0, "ignore_eos": True})
-    generated: list[int] = []
-    num_cached = 0
-    async with aclosing(engine.generate(request)) as chunks:
-        async for chunk in chunks:
-            generated += chunk.ids
-            if chunk.usage is not None:
-                num_cached = chunk.usage.num_cached_tokens or 0
-    return Generated(tuple(generated), num_cached)
+    return await generated(engine, f"{name}-{uuid4().hex}", ids, NUM_GENERATED)
 
 
 def edge_prompts() -> list[list[int]]:

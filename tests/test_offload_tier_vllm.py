@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import random
-import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -29,16 +27,6 @@ pytestmark = pytest.mark.engine
 PAGE_BYTES = 2 * BLOCK_SIZE * 64 * 4
 """Of a block of the scheduler's one layer."""
 PREEMPTING: dict[str, Any] = {"num_sessions": 9, "seed": 4, "output_factor": 60, "mean_gap_steps": 20.0}
-
-
-@pytest.fixture(scope="module")
-def vllm_side() -> Iterator[ModuleType]:
-    """`benchmarks.vllm_scheduler`, which imports vLLM, with warnings of its own that are not ours to mend."""
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield importlib.import_module("benchmarks.vllm_scheduler")
 
 
 class Workers:

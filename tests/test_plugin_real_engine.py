@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from admission.eviction.policy import Fate
-from agentserve.engines import GenerateRequest
 from agentserve.engines.hints import PluginHints, SessionHint, TurnHints
 from agentserve.engines.plugin.options import PluginOptions
 from agentserve.engines.prometheus import sums
@@ -21,7 +18,7 @@ from agentserve.engines.vllm_command import EmbeddedOptions, plugin_options, vll
 from agentserve.errors import SetupError
 from tests.conftest import SMALL_KV_TOKENS
 from tests.plugin_site import plugin_entry_points
-from tests.real_engine import CACHE_FOLDER, RealEngine, real_engine
+from tests.real_engine import CACHE_FOLDER, Generated, RealEngine, generated, real_engine
 from tests.side_requests import beside, compaction, side_requests
 
 BLOCK = 128
@@ -35,38 +32,16 @@ def plugin_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealEngi
         yield running
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    ids: tuple[int, ...]
-    num_cached_tokens: int
+async def ask(engine: VllmEngine, name: str, ids: Sequence[int], num_tokens: int, xargs: dict[str, str]) -> Generated:
+    return await generated(engine, f"request-{name}-{len(ids)}-{num_tokens}", ids, num_tokens, session_id=name, xargs=xargs)
 
 
-async def ask(engine: VllmEngine, name: str, ids: Sequence[int], num_tokens: int, xargs: dict[str, str]) -> Answer:
-    request = GenerateRequest(
-        f"request-{name}-{len(ids)}-{num_tokens}",
-        (",".join(map(str, ids)).encode(),),
-        len(ids),
-        num_tokens,
-        {"temperature": 0.0, "ignore_eos": True},
-        session_id=name,
-        xargs=xargs,
-    )
-    generated: list[int] = []
-    num_cached = 0
-    async with aclosing(engine.generate(request)) as chunks:
-        async for chunk in chunks:
-            generated += chunk.ids
-            if chunk.usage is not None:
-                num_cached = chunk.usage.num_cached_tokens or 0
-    return Answer(tuple(generated), num_cached)
-
-
-async def crowded(url: str, hints: PluginHints | None) -> tuple[list[Answer], float]:
+async def crowded(url: str, hints: PluginHints | None) -> tuple[list[Generated], float]:
     """Three rounds of eight sessions at once, more than fits; their answers, and preemptions."""
     engine = VllmEngine(url)
     await engine.start()
     prompts = [[(13 * session + 7 * at) % 900 for at in range(9 * BLOCK + 40)] for session in range(8)]
-    answers: list[Answer] = []
+    answers: list[Generated] = []
     before = sums(await engine.metrics())["vllm:num_preemptions_total"]
     for turn in range(3):
         fates = [Fate.ENDED if hints is not None and session == turn else Fate.LIVE for session in range(8)]

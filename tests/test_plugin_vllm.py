@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import random
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -34,16 +31,6 @@ PLAIN = EngineOptions(num_blocks=260, block_size=BLOCK_SIZE, max_num_batched_tok
 EAGLE = replace(PLAIN, num_speculative_tokens=3, acceptance_length=2.78, drops_last_block=True)
 PREEMPTING: dict[str, Any] = {"num_sessions": 8, "seed": 4, "output_factor": 120, "mean_gap_steps": 50.0}
 EVICTING: dict[str, Any] = {"num_sessions": 20, "seed": 3}
-
-
-@pytest.fixture(scope="module")
-def vllm_side() -> Iterator[ModuleType]:
-    """`benchmarks.vllm_scheduler`, which imports vLLM, with warnings of its own that are not ours to mend."""
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield importlib.import_module("benchmarks.vllm_scheduler")
 
 
 def transfer(**extra: Any) -> dict[str, Any]:

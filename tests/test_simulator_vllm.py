@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -29,16 +25,6 @@ pytestmark = pytest.mark.engine
 BLOCK_SIZE = 16
 PLAIN = EngineOptions(num_blocks=0, block_size=BLOCK_SIZE, max_num_batched_tokens=256, max_num_seqs=16)
 EAGLE = replace(PLAIN, num_speculative_tokens=3, acceptance_length=2.78, drops_last_block=True)
-
-
-@pytest.fixture(scope="module")
-def vllm_side() -> Iterator[ModuleType]:
-    """`benchmarks.vllm_scheduler`, which imports vLLM: half a minute, and warnings of its own that are not ours to mend."""
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield importlib.import_module("benchmarks.vllm_scheduler")
 
 
 class SimulatedReplay:

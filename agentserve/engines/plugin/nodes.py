@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
-from admission.eviction.policy import Extent, Fate
+from admission.eviction.policy import EvictionPolicy, Extent, Fate
 from admission.return_class import UNKNOWN
 
 Key: TypeAlias = bytes
@@ -124,3 +124,17 @@ def like(facts: Extent, extent_id: int = 0) -> Extent:
         retention_seconds=facts.retention_seconds,
         protected=facts.protected,
     )
+
+
+def rank(what: Node | Run, policy: EvictionPolicy, now: float, *, is_free: bool) -> None:
+    """Tell the policy whether it may choose `what`, where that has changed. Changes the policy's state."""
+    if is_free == what.is_ranked:
+        return
+    what.is_ranked = is_free
+    if not is_free:
+        policy.hold(what.extent, now)
+    elif what.is_known:
+        policy.release(what.extent, now)
+    else:
+        what.is_known = True
+        policy.insert(what.extent, now)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from admission.eviction.policy import EvictionPolicy, Extent
-from agentserve.engines.plugin.nodes import Branch, Key, Run, like
+from agentserve.engines.plugin.nodes import Branch, Key, Run, like, rank
 
 _NO_SLOT: Final = -1
 """Of a block that is not sure yet to find room."""
@@ -256,16 +256,7 @@ class ExclusiveTier:
     def _rank(self, run: Run, now: float) -> None:
         """Tell the policy whether it may be chosen, where that has changed."""
         is_free = bool(run.keys) and not self._hanging.get(run.keys[-1]) and not run.is_promised
-        if is_free == run.is_ranked:
-            return
-        run.is_ranked = is_free
-        if not is_free:
-            self._policy.hold(run.extent, now)
-        elif run.is_known:
-            self._policy.release(run.extent, now)
-        else:
-            run.is_known = True
-            self._policy.insert(run.extent, now)
+        rank(run, self._policy, now, is_free=is_free)
 
 
 def _renew(extent: Extent, facts: Extent) -> None:

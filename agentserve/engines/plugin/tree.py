@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from admission.eviction.policy import EvictionPolicy, Extent, Fate
-from agentserve.engines.plugin.nodes import Block, Branch, Node, like
+from agentserve.engines.plugin.nodes import Block, Branch, Node, like, rank
 
 MAX_OWNERS: Final = 64
 """Branches remembered a node: of a head that thousands of sessions share the latest count."""
@@ -188,16 +188,7 @@ class Tree:
     def rank(self, node: Node, now: float) -> None:
         """Tell the policy whether it may be chosen, where that has changed."""
         is_free = not node.children and node.blocks[-1].ref_cnt == 0
-        if is_free == node.is_ranked:
-            return
-        node.is_ranked = is_free
-        if not is_free:
-            self.policy.hold(node.extent, now)
-        elif node.is_known:
-            self.policy.release(node.extent, now)
-        else:
-            node.is_known = True
-            self.policy.insert(node.extent, now)
+        rank(node, self.policy, now, is_free=is_free)
 
     def drop(self, node: Node, now: float) -> None:
         """Its last block has left."""
