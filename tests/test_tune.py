@@ -83,7 +83,7 @@ def test_a_search_tries_every_policy_as_it_is_first_and_goes_on_where_it_was_bro
 
     first = run(4)
     assert [one.setting.policy for one in first[:3]] == ["lru", "dead_first", "class_hazard"]
-    assert first[2].setting.parameters == {"horizon_seconds": 90.0}
+    assert first[2].setting.parameters == {"horizon_seconds": 150.0}
     assert all(one.point.seeds == [1, 2] for one in first)
     broken_off = open_study(journal, "here", space, seed=1)
     broken_off.ask()
