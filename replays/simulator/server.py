@@ -59,9 +59,8 @@ class Server:
     engines: Sequence[Engine]
     admission: AdmissionPolicy
     lives: Lives
-    request_seconds: float = 0.0
-    """Fixed time of a request outside the engine: HTTP, rendering, tokens."""
-    token_seconds: float = 0.0
+    front_seconds: Callable[[int, int], float] = lambda num_prompt_tokens, num_requests: 0.0
+    """Of a request outside the engine's steps: HTTP, rendering, tokens (`Profile.front_seconds`)."""
     on_outcome: Callable[[Outcome], None] = lambda outcome: None
     handover: Handover | None = None
     """Prefill and decode apart: the first engines prefill, the others decode."""
@@ -131,7 +130,7 @@ class Server:
             call = self._held.pop(grant.request_id)
             call.ticket = grant.ticket
             call.granted = self.clock.now
-            delay = self.request_seconds + self.token_seconds * call.num_prompt_tokens
+            delay = self.front_seconds(call.num_prompt_tokens, self.engines[call.replica].num_requests)
             if delay:
                 self.clock.at(self.clock.now + delay, lambda call=call: self._start(call))  # type: ignore[misc]  # bound early
             else:
