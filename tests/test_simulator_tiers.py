@@ -48,8 +48,8 @@ def engine(options: EngineOptions = OPTIONS, tier: TierOptions | None = None) ->
     pool = BlockPool(
         options.num_blocks,
         policy,
-        on_evict=lambda branch, low, high, extent, now: cpu.evicted(branch, low, high),
-        on_store=lambda branch, low, high, now: cpu.stored(branch, low, high),
+        on_evict=lambda branch, low, high, extent, now: cpu.evicted(branch, low, high, extent, now),
+        on_store=lambda branch, low, high, now: cpu.stored(branch, low, high, now),
     )
     return Engine(options, pool, COST, loader=cpu)
 

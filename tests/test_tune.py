@@ -117,13 +117,14 @@ def test_a_step_from_a_setting_moves_what_it_has_and_stays_in_range() -> None:
     start = Setting("class_hazard", {"horizon_seconds": 90.0}, "working_set", {"alpha": 0.9, "hold_seconds": 120.0})
     study = open_study(None, "x", space, seed=3)
     steps = []
-    for number in range(len(space.first()) + 40):
-        if number >= len(space.first()):
+    num_first = len(space.first()) + len(space.known_good())
+    for number in range(num_first + 40):
+        if number >= num_first:
             study.enqueue_trial(space.near(start, Random(number)))
         trial = study.ask()
         steps.append(space.suggest(trial))
-        study.tell(trial, [0.5, 1.0, 1.0, 0.0])
-    steps = steps[len(space.first()) :]
+        study.tell(trial, 0.5)
+    steps = steps[num_first:]
     both = [one for one in steps if one.policy == "class_hazard" and one.admission == "working_set"]
     assert len(both) > 20
     assert len({one.admission_parameters["alpha"] for one in both}) > 5
@@ -156,7 +157,7 @@ def test_parameters_stay_in_their_ranges_and_with_their_policy() -> None:
     for _ in range(30):
         trial = study.ask()
         setting = space.suggest(trial)
-        study.tell(trial, [0.5, 1.0, 1.0, 0.0])
+        study.tell(trial, 0.5)
         seen.add(setting.policy)
         assert all(key.startswith(f"{setting.policy}.") for key in trial.params if key != "policy")
         setting.on(BASE)
@@ -170,7 +171,7 @@ def test_admission_policies_are_searched_where_they_are_asked_for() -> None:
     for _ in range(8):
         trial = study.ask()
         seen.append(space.suggest(trial))
-        study.tell(trial, [0.5, 1.0, 1.0, 0.0])
+        study.tell(trial, 0.5)
         assert setting_of(study.trials[trial.number]) == seen[-1]
     assert [(one.policy, one.admission) for one in seen[:3]] == [
         ("lru", "fcfs"),

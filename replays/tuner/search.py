@@ -1,8 +1,9 @@
 """The search: Optuna proposes settings, processes simulate them seed by seed, a journal keeps what is known.
 
-At first every policy is tried as it is, and some settings at random, each with every seed. After that every second setting is a step from
-the best so far, because Optuna itself looks for the whole front; and one that falls behind on its first seed, on which all play the same
-sessions, is not simulated with the others.
+At first every policy is tried as it is, with every seed; then what the documentation recommends. After that every second setting is a step
+from one of the best so far, the others are Optuna's. A setting that falls behind on the seeds so far, on which all play the same sessions,
+is not simulated with the others: nor is one that costs throughput. At the end the best are played once more with fresh seeds, among which
+the winner is chosen: so the luck of the draw, which the best of many always have, does not choose it.
 
 A search that was broken off goes on from its journal. It is refused where the journal is of another workload or load: its figures would
 not compare.
@@ -11,6 +12,8 @@ not compare.
 from __future__ import annotations
 
 import multiprocessing
+import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
@@ -27,24 +30,30 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
-from replays.simulator.grid import GridError, PointReport, joined, share_scripts, simulate_shared
+from replays.simulator.grid import BASELINE, GridError, PointReport, joined, share_scripts, simulate_shared
 from replays.simulator.report import SimulationReport
 from replays.simulator.run import SimulationOptions
 from replays.simulator.scripts import Script
-from replays.tuner.front import DIRECTIONS, baseline, objectives, winner
 from replays.tuner.front import Tried as Tried
+from replays.tuner.front import baseline, gap_left, keeps_throughput, ranked
 from replays.tuner.space import Setting, Space, setting_of
 
 if TYPE_CHECKING:
     from optuna import Study
     from optuna.trial import Trial
 
-_STUDY = "agentserve-by-seed"
-"""Journals of searches that knew nothing of single seeds have another name in them."""
-_REACH = 0.7
-"""Share of the best gain over the baseline that a setting must have on the first seed to be simulated with the others."""
-_AT_RANDOM = 3
-"""Settings before Optuna's model is asked."""
+_STUDY = "agentserve-gap-left"
+"""Journals of other searches have another name in them: their values were others."""
+_REACH = 0.8
+"""Share of the best gain over the baseline that a setting must have on the seeds so far to be simulated with the next."""
+_LEAST_THROUGHPUT = 0.97
+"""Share of the baseline's, likewise: a seed has more noise than all of them."""
+_LOST_THROUGHPUT = 10.0
+"""What a share of throughput that is lacking counts as, in shares of the gap."""
+_BEST = 3
+"""Settings from which steps are taken."""
+_FINALISTS = 4
+_FRESH_SEEDS = 500
 _MOST_REPEATS = 20
 """Proposals in a row that were tried before; then the space is taken to be small, and one is tried again."""
 
@@ -66,14 +75,14 @@ def open_study(journal: Path | None, context: str, space: Space, seed: int) -> S
     """
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     storage = None if journal is None else JournalStorage(JournalFileBackend(str(journal)))
-    sampler = TPESampler(seed=seed, n_startup_trials=_num_first(space))
-    study = optuna.create_study(
-        storage=storage, study_name=_STUDY, directions=list(DIRECTIONS.values()), sampler=sampler, load_if_exists=True
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # a space per policy needs `group`, in Optuna since 2.8
+        sampler = TPESampler(seed=seed, n_startup_trials=_num_first(space), multivariate=True, group=True, constant_liar=True)
+    study = optuna.create_study(storage=storage, study_name=_STUDY, direction="minimize", sampler=sampler, load_if_exists=True)
     known = study.user_attrs.get("context")
     if known is None:
         study.set_user_attr("context", context)
-        for values in space.first():
+        for values in (*space.first(), *space.known_good()):
             study.enqueue_trial(values)
     elif known != context:
         raise GridError(f"{journal} is a search over something else ({known}); name another file with --study")
@@ -85,18 +94,21 @@ def open_study(journal: Path | None, context: str, space: Space, seed: int) -> S
 
 
 def _num_first(space: Space) -> int:
-    """Settings that are simulated with every seed, whatever they come to."""
-    return len(space.first()) + _AT_RANDOM
+    """Settings that Optuna's model is not asked for."""
+    return len(space.first()) + len(space.known_good())
 
 
 @dataclass(slots=True)
 class _Open:
-    """A trial whose seeds are being simulated."""
+    """A trial that is being simulated, one seed after the other."""
 
-    trial: Trial
-    options: SimulationOptions
-    num_wanted: int
-    """Seeds that were asked for so far."""
+    trial: Trial | None
+    """None: a finalist, with fresh seeds."""
+    setting: Setting
+    seeds: Sequence[int]
+    is_whole: bool
+    """It is simulated with every seed, whatever it comes to."""
+    points: list[PointReport] = field(default_factory=list)
     reports: list[SimulationReport] = field(default_factory=list)
 
 
@@ -113,68 +125,102 @@ class _Search:
     open: dict[int, _Open] = field(default_factory=dict)
     known: set[str] = field(default_factory=set)
     """Settings that were asked for."""
-    firsts: dict[int, PointReport] = field(default_factory=dict)
-    """Each trial's figures of the first seed alone."""
+    found: list[Tried] = field(default_factory=list)
+    """What is known of settings, those that are being simulated left out."""
+
+    @property
+    def _plain(self) -> Tried | None:
+        """What the baseline came to, once that is known."""
+        return next((one for one in self.found if one.setting == Setting(BASELINE)), None)
 
     def ask(self) -> None:
-        """The next trial: its runs are in the queue. Changes state."""
+        """The next trial: its first run is in the queue. Changes state."""
         trial, setting = self._proposed()
         for _ in range(_MOST_REPEATS):
             if str(setting) not in self.known:
                 break
             self.study.tell(trial, state=TrialState.PRUNED)
             trial, setting = self._proposed()
-        is_first = self.num_asked < _num_first(self.space)
+        is_whole = self.num_asked < len(self.space.first())
         self.known.add(str(setting))
         self.num_asked += 1
-        self.open[trial.number] = _Open(trial, setting.on(self.base), 0)
-        self._want(trial.number, len(self.seeds) if is_first else 1)
+        self.open[trial.number] = _Open(trial, setting, self.seeds, is_whole)
+        self._want(trial.number)
+
+    def ask_finalists(self) -> None:
+        """The best and the baseline with fresh seeds, if they were not played with these before. Changes state."""
+        plain = baseline(self.found)
+        first = [replace(one, by_seed=one.by_seed[: len(self.seeds)]) for one in self.found]
+        best = [one.number for one in ranked(first) if one.number != plain.number]
+        finalists = {plain.number, *best[:_FINALISTS]}
+        for one in self.found:
+            if one.number in finalists and len(one.by_seed) == len(self.seeds):
+                self.open[one.number] = _Open(None, one.setting, [seed + _FRESH_SEEDS for seed in self.seeds], is_whole=True)
+                self._want(one.number)
 
     def _proposed(self) -> tuple[Trial, Setting]:
-        if self.num_asked >= _num_first(self.space) and self.num_asked % 2:
+        if self.num_asked >= _num_first(self.space) and self.num_asked % 2 and self._plain is not None:
             step = Random(f"{self.seeds[0]}/{len(self.study.get_trials(deepcopy=False))}")
-            self.study.enqueue_trial(self.space.near(winner(tried(self.study)).setting, step))
+            best = step.choice(ranked(self.found)[:_BEST])
+            self.study.enqueue_trial(self.space.near(best.setting, step))
         trial = self.study.ask()
         return trial, self.space.suggest(trial)
 
-    def _want(self, number: int, num_seeds: int) -> None:
+    def _want(self, number: int) -> None:
         opened = self.open[number]
-        more = self.seeds[opened.num_wanted : num_seeds]
-        opened.num_wanted = num_seeds
-        self.queue.extend((number, _with_seed(opened.options, seed)) for seed in more)
+        seed = opened.seeds[len(opened.points)]
+        self.queue.append((number, _with_seed(opened.setting.on(self.base), seed)))
 
     def heard(self, number: int, report: SimulationReport) -> bool:
         """A run has ended; whether its trial has. Changes state."""
         opened = self.open[number]
         opened.reports.append(report)
-        if report.seed == self.seeds[0]:
-            self.firsts[number] = joined([report])
-        if len(opened.reports) < opened.num_wanted:
+        opened.points.append(joined([report]))
+        if len(opened.points) < len(opened.seeds) and (opened.is_whole or self._keeps_up(number, opened)):
+            self._want(number)
             return False
-        if opened.num_wanted < len(self.seeds) and self._keeps_up(number):
-            self._want(number, len(self.seeds))
-            return False
-        self._tell(number, self.open.pop(number))
+        del self.open[number]
+        if opened.trial is None:
+            self._confirmed(number, opened)
+        else:
+            self._tell(opened.trial, opened)
         return True
 
-    def _keeps_up(self, number: int) -> bool:
-        gaps = {other: first.gap_points for other, first in self.firsts.items() if first.gap_points is not None}
-        plain, mine = gaps.get(baseline(tried(self.study)).number), gaps.get(number)
-        if plain is None or mine is None:
+    def _keeps_up(self, number: int, opened: _Open) -> bool:
+        """Whether it may still be the best, as far as the seeds so far say."""
+        played = len(opened.points)
+        others = [one for one in self.found if len(one.by_seed) >= played]
+        plain = self._plain
+        if plain is None:
             return True
-        return plain - mine >= _REACH * (plain - min(gaps.values()))
+        mine = Tried(number, opened.setting, opened.points[0], opened.points)
+        best = max(_gain(one.by_seed[:played], plain.by_seed) for one in others if keeps_throughput(one, plain, _LEAST_THROUGHPUT))
+        return keeps_throughput(mine, plain, _LEAST_THROUGHPUT) and _gain(mine.by_seed, plain.by_seed) >= _REACH * best
 
-    def _tell(self, number: int, done: _Open) -> None:
-        point = joined(sorted(done.reports, key=lambda report: report.seed))
-        values = objectives(point)
-        if len(done.reports) < len(self.seeds):
-            # One seed is harder than another: what the baseline has on all of them, over what it has on this one, is what this one lacks.
-            plain = baseline(tried(self.study))
-            missing = zip(objectives(plain.point), objectives(self.firsts[plain.number]), strict=True)
-            values = [value + whole - first for value, (whole, first) in zip(values, missing, strict=True)]
-        done.trial.set_user_attr("point", msgspec.json.encode(point).decode())
-        done.trial.set_user_attr("first", msgspec.json.encode(self.firsts[number]).decode())
-        self.study.tell(done.trial, values)
+    def _tell(self, trial: Trial, done: _Open) -> None:
+        one = Tried(trial.number, done.setting, joined(done.reports), done.points)
+        self.found = sorted((*self.found, one), key=lambda other: other.number)
+        plain = self._plain or one
+        trial.set_user_attr("point", msgspec.json.encode(one.point).decode())
+        trial.set_user_attr("by_seed", msgspec.json.encode(done.points).decode())
+        self.study.tell(trial, gap_left(one, plain) + _LOST_THROUGHPUT * _lacking(one, plain))
+
+    def _confirmed(self, number: int, done: _Open) -> None:
+        place = next(place for place, one in enumerate(self.found) if one.number == number)
+        one = self.found[place] = replace(self.found[place], by_seed=[*self.found[place].by_seed, *done.points])
+        self.study.set_user_attr(f"confirmed {number}", msgspec.json.encode(one.by_seed).decode())
+
+
+def _gain(mine: Sequence[PointReport], plain: Sequence[PointReport]) -> float:
+    """Points of the baseline's gap that are won, over the seeds of `mine`."""
+    return sum((theirs.gap_points or 0.0) - (ours.gap_points or 0.0) for ours, theirs in zip(mine, plain, strict=False))
+
+
+def _lacking(one: Tried, plain: Tried) -> float:
+    """Share of the baseline's throughput."""
+    pairs = list(zip(one.by_seed, plain.by_seed, strict=False))
+    wanted = sum(theirs.requests_per_second for _, theirs in pairs)
+    return max(0.0, 1.0 - sum(ours.requests_per_second for ours, _ in pairs) / wanted) if wanted else 0.0
 
 
 def _with_seed(options: SimulationOptions, seed: int) -> SimulationOptions:
@@ -190,28 +236,42 @@ def search(
     executor: Executor,
     jobs: int,
     progress: Progress,
-) -> None:
-    """Try settings until the study has `num_trials` of them. Raises what a simulation raises."""
+) -> float:
+    """Try settings until the study has `num_trials` of them, and the best of them with fresh seeds; CPU seconds of the simulations.
+
+    Raises what a simulation raises.
+    """
     before = tried(study)
-    num_done = len(before)
-    progress(num_done, num_trials)
-    state = _Search(study, space, base, seeds, num_done, known={str(one.setting) for one in before}, firsts=_firsts(study))
-    running: dict[Future[SimulationReport], int] = {}
-    while num_done < num_trials:
+    progress(len(before), num_trials)
+    state = _Search(study, space, base, seeds, len(before), known={str(one.setting) for one in before}, found=before)
+    seconds = _play(state, num_trials, executor, jobs, progress)
+    state.ask_finalists()
+    return seconds + _play(state, num_trials, executor, jobs, progress)
+
+
+def _play(state: _Search, num_trials: int, executor: Executor, jobs: int, progress: Progress) -> float:
+    """Until nothing is open and `num_trials` are known; CPU seconds."""
+    seconds = 0.0
+    running: dict[Future[tuple[SimulationReport, float]], int] = {}
+    while state.open or state.num_asked < num_trials:
         while len(running) < jobs and (state.queue or state.num_asked < num_trials):
             if not state.queue:
                 state.ask()
             number, options = state.queue.popleft()
-            running[executor.submit(simulate_shared, options)] = number
+            running[executor.submit(_timed, options)] = number
         for future in wait(running, return_when=FIRST_COMPLETED).done:
-            if state.heard(running.pop(future), future.result()):
-                num_done += 1
-                progress(num_done, num_trials)
+            report, cpu = future.result()
+            seconds += cpu
+            if state.heard(running.pop(future), report):
+                progress(len(state.found), num_trials)
+    return seconds
 
 
-def _firsts(study: Study) -> dict[int, PointReport]:
-    known = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-    return {trial.number: msgspec.json.decode(trial.user_attrs["first"].encode(), type=PointReport) for trial in known}
+def _timed(options: SimulationOptions) -> tuple[SimulationReport, float]:
+    """The report, and the CPU seconds that it took."""
+    started = time.process_time()
+    report = simulate_shared(options)
+    return report, time.process_time() - started
 
 
 def tried(study: Study) -> list[Tried]:
@@ -219,7 +279,8 @@ def tried(study: Study) -> list[Tried]:
     found = []
     for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
         point = msgspec.json.decode(trial.user_attrs["point"].encode(), type=PointReport)
-        found.append(Tried(trial.number, setting_of(trial), point))
+        by_seed = study.user_attrs.get(f"confirmed {trial.number}", trial.user_attrs["by_seed"])
+        found.append(Tried(trial.number, setting_of(trial), point, msgspec.json.decode(by_seed.encode(), type=list[PointReport])))
     return found
 
 
