@@ -56,7 +56,7 @@ def tuned_arms(
 ) -> Iterator[TunedArm]:
     """Each arm's search and judgement. The loads are LRU's, which no arm changes: they are looked for once, from `streams` on."""
     tuned, held_back = split(scripts, 0.2)
-    space = space_of(("dead_first", "class_hazard", "ttl", "slru"), ("working_set",))
+    space = space_of(("dead_first", "class_hazard", "ttl"), ("working_set",))
     base = SimulationOptions(capacity_tokens=capacity_tokens, context_tokens=CONTEXT_TOKENS, loop=LoopOptions(concurrency=streams))
     with processes(tuned, 2) as searching, processes(held_back, 2) as judging:
         searched_at = streams_that_lose(searching, base, GAP_POINTS, SEEDS)

@@ -95,13 +95,13 @@ def test_fresh_seeds_choose_among_finalists_and_the_baseline_stands_where_none_h
 
 def test_a_search_begins_with_what_is_recommended_and_leaves_alone_what_changes_nothing() -> None:
     space = space_of(["dead_first", "class_hazard"], ["working_set"])
-    known = space.known_good()
+    known = space.known_good("class_hazard")
     assert known
     assert all(values["policy"] == "class_hazard" and values["admission"] == "working_set" for values in known)
     assert {"admission.working_set.alpha", "admission.working_set.hold_seconds"} <= set(known[0])
     assert "admission.working_set.tier_share" not in known[0]
     assert len({str(sorted(values.items())) for values in known}) == len(known)
-    assert space_of(["class_hazard"]).known_good() == []
+    assert space_of(["class_hazard"]).known_good("class_hazard") == []
 
 
 def test_the_best_of_a_search_are_played_once_more_with_fresh_seeds(work: Workload, tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_a_step_from_a_setting_moves_what_it_has_and_stays_in_range() -> None:
     start = Setting("class_hazard", {"horizon_seconds": 90.0}, "working_set", {"alpha": 0.9, "hold_seconds": 120.0})
     study = open_study(None, "x", space, seed=3)
     steps = []
-    num_first = len(space.first()) + len(space.known_good())
+    num_first = len(space.first())
     for number in range(num_first + 40):
         if number >= num_first:
             study.enqueue_trial(space.near(start, Random(number)))

@@ -40,7 +40,7 @@ _MOST_REPEATS = 20
 
 def num_first(space: Space) -> int:
     """Settings that Optuna's model is not asked for."""
-    return len(space.first()) + len(space.known_good())
+    return len(space.first()) + len(space.known_good(BASELINE))
 
 
 @dataclass(slots=True)
@@ -80,6 +80,9 @@ class Course:
 
     def ask(self) -> None:
         """The next trial: its first run is in the queue. Changes state."""
+        if self.num_asked == len(self.space.first()):
+            for values in self.space.known_good(self._best_by_default()):
+                self.study.enqueue_trial(values)
         trial, setting = self._proposed()
         for _ in range(_MOST_REPEATS):
             if str(setting) not in self.known:
@@ -102,6 +105,10 @@ class Course:
             if one.number in finalists and len(one.by_seed) == len(self.seeds):
                 self.open[one.number] = _Open(None, one.setting, [seed + _FRESH_SEEDS for seed in self.seeds], is_whole=True)
                 self._want(one.number)
+
+    def _best_by_default(self) -> str:
+        """The eviction policy of the best so far."""
+        return ranked(self.found)[0].setting.policy if self._plain is not None else BASELINE
 
     def _proposed(self) -> tuple[Trial, Setting]:
         if self.num_asked >= num_first(self.space) and self.num_asked % 2 and self._plain is not None:

@@ -65,7 +65,7 @@ def open_study(journal: Path | None, context: str, space: Space, seed: int) -> S
     known = study.user_attrs.get("context")
     if known is None:
         study.set_user_attr("context", context)
-        for values in (*space.first(), *space.known_good()):
+        for values in space.first():
             study.enqueue_trial(values)
     elif known != context:
         raise GridError(f"{journal} is a search over something else ({known}); name another file with --study")

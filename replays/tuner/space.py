@@ -96,14 +96,14 @@ class Space:
         pairs += [(policy, admission) for policy in self._strongest() for admission in self.admissions[1:]]
         return [self._defaults(policy, admission) for policy, admission in pairs]
 
-    def known_good(self) -> list[dict[str, object]]:
-        """The choices to go on with: admission as it is recommended, over the eviction policy that knows most."""
+    def known_good(self, policy: str) -> list[dict[str, object]]:
+        """The choices to go on with: admission as it is recommended, over this eviction policy."""
         tried: list[dict[str, object]] = []
         for admission in self.admissions[1:]:
             knobs = admission_knobs(admission)
             for values in KNOWN_GOOD:
                 named = {f"{_ADMISSION}.{admission}.{name}": value for name, value in values.items() if name in knobs}
-                choice = self._defaults(self._strongest()[-1], admission) | named
+                choice = self._defaults(policy, admission) | named
                 if named and choice not in tried:
                     tried.append(choice)
         return tried
