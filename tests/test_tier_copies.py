@@ -88,7 +88,7 @@ def reported(tiers: list[TierWorker]) -> tuple[Any, set[int]]:
 
 
 @pytest.mark.parametrize("failing", range(3))
-def test_what_one_rank_has_not_no_rank_has(failing: int) -> None:
+def test_what_one_rank_has_not_no_rank_has(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tiers = ranks(3)
 
     def broken(*numbers: Any) -> Any:
@@ -98,14 +98,14 @@ def test_what_one_rank_has_not_no_rank_has(failing: int) -> None:
         tier.store(TierJobs(1, stores=((6, 4),)))
     report, lost = reported(tiers)
     assert (report.num_stored_blocks, lost) == (1, set())
-    whole, tiers[failing].memory.store = tiers[failing].memory.store, broken
-    for tier in tiers:
-        tier.store(TierJobs(2, stores=((5, 3), (4, 4))))
-        tier.load(TierJobs(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(tiers[failing].memory, "store", broken)
+        for tier in tiers:
+            tier.store(TierJobs(2, stores=((5, 3), (4, 4))))
+            tier.load(TierJobs(2))
     report, lost = reported(tiers)
     assert (report.step, report.num_stored_blocks, lost) == (2, 0, set())
     assert "no more memory" in report.fault
-    tiers[failing].memory.store = whole
     for tier in tiers:
         tier.store(TierJobs(3, stores=((1, 3),)))
         tier.load(TierJobs(3, loads=((3, 0), (4, 2))))

@@ -82,7 +82,8 @@ class HostMemory:
 
 def _addresses(pieces: Addresses, numbers: Sequence[int]) -> Addresses:
     address, step = pieces
-    return (address + step * np.asarray(numbers, dtype=np.int64)).ravel()
+    addresses: Addresses = address + step * np.asarray(numbers, dtype=np.int64)
+    return addresses.ravel()
 
 
 def _is_dense(dimensions: list[tuple[int, int]]) -> bool:
