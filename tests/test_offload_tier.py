@@ -165,8 +165,14 @@ def test_a_fault_between_promise_and_load_says_so_and_leaves_nothing_behind() ->
     blocks: list[Block] = [FakeBlock(at, key) for at, key in enumerate(keys)]
     node = Node(Extent(1, "one", 0, 0.0, 1.0), [], 0, None, owners={kept.branch("one"): Fate.LIVE})
     offload.evicted(node, blocks[::-1])
-    assert sorted(block for block, _ in offload.jobs(10).stores) == [0, 1, 2, 3, 4]
     request = FakeRequest(keys)
+    assert offload.promise(request, 16) == 0
+    first = offload.jobs(10)
+    assert sorted(block for block, _ in first.stores) == [0, 1, 2, 3, 4]
+    assert offload.promise(request, 16) == 0, "a store that no worker has spoken of may yet fail"
+    offload.done(first.step - 1, (0, 0.0), (0, 0.0), "")
+    assert offload.promise(request, 16) == 0
+    offload.done(first.step, (0, 0.0), (5, 0.1), "")
     assert offload.promise(request, 16) == 4 * 16
     offload.turn_off(ZeroDivisionError("a fault"))
     offload.placed(request, blocks, 4 * 16)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -134,7 +135,7 @@ def test_a_copy_that_fails_costs_misses_and_the_tier(
 
     def break_it(now: int) -> None:
         if ordering().state().num_loaded_blocks > 20:
-            monkeypatch.setattr(workers.tiers._parts[0], copy, broken)
+            monkeypatch.setattr(workers.tiers.memory, copy, broken)
 
     replayed(replay, requests, each_step=break_it)
     state = ordering().state()
@@ -162,6 +163,16 @@ def test_a_tier_that_cannot_be_is_refused_at_start(vllm_side: ModuleType, tmp_pa
     for config in (transfer(tier_bytes=100 * PAGE_BYTES), transfer(tier_bytes=1) | {"kv_load_failure_policy": "recompute"}):
         with pytest.raises(PluginUnsupported, match=r"recompute|holds no block"):
             vllm_side.make_scheduler(PLAIN, tmp_path, config)
+
+
+def test_a_load_that_fails_is_computed_again_only_where_vllm_can(vllm_side: ModuleType, tmp_path: Path) -> None:
+    config = transfer(tier_bytes=100 * PAGE_BYTES)
+    for policy in ("recompute", "fail"):
+        is_right = policy == "fail"
+        for schedules_ahead in (False, True):
+            with nullcontext() if is_right == schedules_ahead else pytest.raises(PluginUnsupported, match="kv_load_failure_policy"):
+                made = config | {"kv_load_failure_policy": policy}
+                vllm_side.make_scheduler(PLAIN, tmp_path, made, schedules_ahead=schedules_ahead)
 
 
 def test_an_ended_session_leaves_the_tier_and_an_emptied_cache_empties_it(vllm_side: ModuleType, tmp_path: Path) -> None:

@@ -74,7 +74,8 @@ class AgentserveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
     def update_connector_output(self, connector_output: Any) -> None:
         report = connector_output.kv_connector_worker_meta
         if self._ordering is not None and isinstance(report, StepReport):
-            self._ordering.tier.done(report.step, report.num_loaded_blocks, report.load_seconds, report.fault)
+            loaded, stored = (report.num_loaded_blocks, report.load_seconds), (report.num_stored_blocks, report.store_seconds)
+            self._ordering.tier.done(report.step, loaded, stored, report.fault)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         if self._ordering is not None:

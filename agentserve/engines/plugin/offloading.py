@@ -53,10 +53,13 @@ class OffloadTier:
         self._warn = warn
         self._stores: dict[int, int] = {}
         """Slot → GPU block: what a slot is given last is what it gets."""
+        self._stored: set[Key] = set()
         self._loads: list[tuple[int, int]] = []
         self._step = 0
         self._promised = ("", 0)
         """Request that was promised something last, and from which block on."""
+        self._unsure: dict[Key, int] = {}
+        """Blocks whose store no worker has spoken of yet, by its step: until all ranks have them they are not promised."""
 
     @property
     def is_on(self) -> bool:
@@ -128,15 +131,21 @@ class OffloadTier:
         """What the step that was just scheduled, of so many tokens, asks of the workers. Changes state."""
         self._step += 1
         jobs = TierJobs(self._step, tuple((block, slot) for slot, block in self._stores.items()), tuple(self._loads))
+        self._unsure.update(dict.fromkeys(self._stored, self._step))
+        self._stored.clear()
         self._stores.clear()
         self._loads.clear()
         self._safely(lambda tier: tier.settle())
         self.speeds.step_sent(self._step, num_tokens)
         return jobs
 
-    def done(self, step: int, num_loaded_blocks: int, load_seconds: float, fault: str) -> None:
-        """What the workers say of a step. Changes state."""
-        self.speeds.step_done(step, num_loaded_blocks * self._block_size, load_seconds)
+    def done(self, step: int, loaded: tuple[int, float], stored: tuple[int, float], fault: str) -> None:
+        """What the workers say of a step: blocks and seconds. Changes state."""
+        num_loaded, load_seconds = loaded
+        num_stored, store_seconds = stored
+        self.speeds.step_done(step, num_loaded * self._block_size, load_seconds, num_stored * self._block_size, store_seconds)
+        if self._unsure:
+            self._unsure = {key: since for key, since in self._unsure.items() if since > step}
         if fault:
             self.turn_off(RuntimeError(fault))
 
@@ -163,6 +172,7 @@ class OffloadTier:
             slot = tier.store(_key(block), None if parent is None else _key(parent), position, node.extent, owners)
             if slot is not None:
                 self._stores[slot] = block.block_id
+                self._stored.add(_key(block))
                 self.counts.num_stored += 1
 
     def _promise(self, tier: ExclusiveTier, request: Any, num_computed_tokens: int) -> int:
@@ -170,12 +180,18 @@ class OffloadTier:
         keys = request.block_hashes
         # vLLM always computes a request's last token.
         limit = min(len(keys), (request.num_tokens - 1) // self._block_size)
-        count = tier.match(keys, first, limit)
+        count = self._num_sure(keys[first : first + tier.match(keys, first, limit)])
         if count and not self.speeds.is_worth_loading():
             count = 0
         tier.promise(keys[first : first + count])
         self._promised = (request.request_id, first)
         return count * self._block_size
+
+    def _num_sure(self, keys: Sequence[Key]) -> int:
+        """How many from the front were stored by a step that is over, or are not being stored at all."""
+        if not self._unsure and not self._stored:
+            return len(keys)
+        return next((at for at, key in enumerate(keys) if key in self._unsure or key in self._stored), len(keys))
 
     def _load(self, tier: ExclusiveTier, request: Any, first: int, count: int) -> list[int]:
         slots = tier.load(request.block_hashes, first, count)

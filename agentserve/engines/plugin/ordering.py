@@ -97,6 +97,9 @@ class Ordering:
             num_dropped_blocks=self.tier.num_dropped,
             num_displaced_blocks=self.tier.num_displaced,
             num_declined_loads=self.tier.speeds.num_declined,
+            stored_token_seconds=self.tier.speeds.seconds_per_stored_token,
+            loaded_token_seconds=self.tier.speeds.seconds_per_loaded_token,
+            computed_token_seconds=self.tier.speeds.seconds_per_computed_token,
             resident_blocks=resident,
         )
 

@@ -19,6 +19,7 @@ class Speeds:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.seconds_per_loaded_token: float | None = None
+        self.seconds_per_stored_token: float | None = None
         self.seconds_per_computed_token: float | None = None
         self.num_declined = 0
         """Loads that were not made, because computing was quicker."""
@@ -31,20 +32,24 @@ class Speeds:
         """The workers get a step of so many tokens to compute. Changes state."""
         self._begun.append((number, self._clock(), num_tokens))
 
-    def step_done(self, number: int, num_loaded_tokens: int, load_seconds: float) -> None:
-        """That step is over, and those before it; in it so much was loaded. Changes state."""
+    def step_done(
+        self, number: int, num_loaded_tokens: int, load_seconds: float, num_stored_tokens: int = 0, store_seconds: float = 0.0
+    ) -> None:
+        """That step is over, and those before it; in it so much was loaded and stored, before it computed. Changes state."""
         while self._begun and self._begun[0][0] < number:
             self._begun.popleft()  # vLLM drops what workers say of a step in which nothing happened
         if not self._begun:
             return
         _, sent, num_tokens = self._begun.popleft()
         now = self._clock()
-        seconds = now - max(sent, self._ended) - load_seconds
+        seconds = now - max(sent, self._ended) - load_seconds - store_seconds
         self._ended = now
         if num_tokens >= _LEAST_TOKENS:
             self.seconds_per_computed_token = _mean(self.seconds_per_computed_token, max(seconds, 0.0) / num_tokens)
         if num_loaded_tokens:
             self.seconds_per_loaded_token = _mean(self.seconds_per_loaded_token, load_seconds / num_loaded_tokens)
+        if num_stored_tokens:
+            self.seconds_per_stored_token = _mean(self.seconds_per_stored_token, store_seconds / num_stored_tokens)
 
     def is_worth_loading(self) -> bool:
         """Whether a load is expected to be quicker. Changes state: it counts those that are not."""

@@ -122,7 +122,15 @@ def check_tier(connector: type, vllm_config: Any) -> None:
     taken = list(inspect.signature(connector.handle_preemptions).parameters) if hasattr(connector, "handle_preemptions") else []
     if taken != ["self", "kv_connector_metadata"] or not hasattr(connector, "build_connector_worker_meta"):
         raise PluginUnsupported("this vLLM tells no connector of blocks before they are overwritten: start without tier_bytes")
-    if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
+    policy = vllm_config.kv_transfer_config.kv_load_failure_policy
+    if vllm_config.scheduler_config.async_scheduling or getattr(vllm_config, "use_v2_model_runner", False):
+        # vLLM's recomputing takes neither the steps under way nor its newer runner's own count of tokens back (to 0.33 at least).
+        if policy != "fail":
+            raise PluginUnsupported(
+                'after a load that fails this vLLM would answer wrongly: set "kv_load_failure_policy": "fail" beside tier_bytes, so that '
+                "such a request fails; or start vLLM with VLLM_USE_V2_MODEL_RUNNER=0 and --no-async-scheduling"
+            )
+    elif policy != "recompute":
         raise PluginUnsupported('a load that fails would fail its request: set "kv_load_failure_policy": "recompute" beside tier_bytes')
     if vllm_config.parallel_config.pipeline_parallel_size != 1:
         raise PluginUnsupported("the offload tier works without pipeline parallelism: start without tier_bytes")

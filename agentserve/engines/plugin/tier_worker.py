@@ -1,14 +1,14 @@
 """The exclusive tier's memory in each of vLLM's workers, and the copies between it and the KV cache.
 
 Copies are made in the order of the steps, before anything of their step is computed: what a block is given next cannot reach it earlier.
-A copy that fails is reported, and its block computed again; nothing here raises once the engine runs.
+A copy that fails is reported; nothing here raises once the engine runs. What copies take is asked for when the step is on its way, so that
+waiting for them costs the device nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from time import monotonic
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from agentserve.engines.plugin.offloading import TierJobs
 from agentserve.engines.plugin.supported import PluginUnsupported
+from agentserve.engines.plugin.tier_copies import HostMemory, Seconds
 
 
 @dataclass(slots=True)
@@ -32,11 +33,20 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc] # as above
     step: int = 0
     num_loaded_blocks: int = 0
     load_seconds: float = 0.0
+    num_stored_blocks: int = 0
+    store_seconds: float = 0.0
     fault: str = ""
 
     def aggregate(self, other: Any) -> StepReport:
-        """Of two ranks, which copy the same blocks: the slower one."""
-        return StepReport(self.step, self.num_loaded_blocks, max(self.load_seconds, other.load_seconds), self.fault or other.fault)
+        """Of two ranks, which copy the same blocks: what both have, and the slower one."""
+        return StepReport(
+            self.step,
+            min(self.num_loaded_blocks, other.num_loaded_blocks),
+            max(self.load_seconds, other.load_seconds),
+            min(self.num_stored_blocks, other.num_stored_blocks),
+            max(self.store_seconds, other.store_seconds),
+            self.fault or other.fault,
+        )
 
 
 class TierWorker:
@@ -48,11 +58,13 @@ class TierWorker:
             if not isinstance(tensor, torch.Tensor):
                 raise PluginUnsupported(f"the offload tier does not know how layer {name!r} keeps its KV")
             tensors[tensor.data_ptr(), tensor.shape, tensor.stride()] = tensor
-        self._parts = [_Part(tensor, num_blocks, num_slots) for tensor in tensors.values()]
+        self.memory = HostMemory(list(tensors.values()), num_blocks, num_slots)
         self._broken: set[int] = set()
         """Slots whose last store failed."""
         self._lost: set[int] = set()
         self._report = StepReport()
+        self._store_seconds: list[Seconds] = []
+        self._load_seconds: list[Seconds] = []
 
     def store(self, jobs: TierJobs) -> None:
         """Changes slots."""
@@ -60,12 +72,13 @@ class TierWorker:
             return
         blocks, slots = zip(*jobs.stores, strict=True)
         try:
-            for part in self._parts:
-                part.store(blocks, slots)
-            self._broken.difference_update(slots)
+            self._store_seconds.append(self.memory.store(blocks, slots))
         except Exception as error:  # noqa: BLE001 # whatever it is, the engine must go on
             self._broken.update(slots)
             self._report.fault = f"a store failed: {error!r}"
+            return
+        self._broken.difference_update(slots)
+        self._report.num_stored_blocks += len(blocks)
 
     def load(self, jobs: TierJobs) -> None:
         """Changes blocks of the KV cache."""
@@ -75,16 +88,14 @@ class TierWorker:
             self._lost |= {block for _, block in jobs.loads} - {block for _, block in whole}
         if not whole:
             return
-        begun = monotonic()
         slots, blocks = zip(*whole, strict=True)
         try:
-            for part in self._parts:
-                part.load(slots, blocks)
+            self._load_seconds.append(self.memory.load(slots, blocks))
         except Exception as error:  # noqa: BLE001 # as above
             self._lost.update(blocks)
             self._report.fault = f"a load failed: {error!r}"
+            return
         self._report.num_loaded_blocks += len(whole)
-        self._report.load_seconds += monotonic() - begun
 
     def lost_blocks(self) -> set[int]:
         """Blocks that a load should have filled and did not, since the last call. Changes state."""
@@ -92,34 +103,13 @@ class TierWorker:
         return lost
 
     def report(self) -> StepReport:
-        """Of the copies since the last call. Changes state."""
+        """Of the copies since the last call, for which it waits. Changes state."""
         report, self._report = self._report, StepReport()
+        try:
+            report.store_seconds = sum(seconds() for seconds in self._store_seconds)
+            report.load_seconds = sum(seconds() for seconds in self._load_seconds)
+        except Exception as error:  # noqa: BLE001 # as above
+            report.fault = f"a copy failed: {error!r}"
+        self._store_seconds.clear()
+        self._load_seconds.clear()
         return report
-
-
-class _Part:
-    """The blocks of one tensor, and the memory behind them."""
-
-    def __init__(self, tensor: torch.Tensor, num_blocks: int, num_slots: int) -> None:
-        # A block of vLLM's may be several of its kernel's.
-        self._dimension = next((at for at in (0, 1) if at < tensor.dim() and tensor.shape[at] and tensor.shape[at] % num_blocks == 0), -1)
-        if self._dimension < 0:
-            raise PluginUnsupported(f"the offload tier finds no {num_blocks} blocks in a KV cache of shape {tuple(tensor.shape)}")
-        self._factor = tensor.shape[self._dimension] // num_blocks
-        self._tensor = tensor
-        shape = list(tensor.shape)
-        shape[self._dimension] = num_slots * self._factor
-        self._memory = torch.empty(shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-
-    def store(self, blocks: tuple[int, ...], slots: tuple[int, ...]) -> None:
-        found = self._tensor.index_select(self._dimension, self._places(blocks).to(self._tensor.device))
-        self._memory.index_copy_(self._dimension, self._places(slots), found.to(self._memory.device))
-
-    def load(self, slots: tuple[int, ...], blocks: tuple[int, ...]) -> None:
-        found = self._memory.index_select(self._dimension, self._places(slots))
-        self._tensor.index_copy_(self._dimension, self._places(blocks).to(self._tensor.device), found.to(self._tensor.device))
-
-    def _places(self, numbers: tuple[int, ...]) -> torch.Tensor:
-        if self._factor == 1:
-            return torch.tensor(numbers)
-        return (torch.tensor(numbers)[:, None] * self._factor + torch.arange(self._factor)).flatten()

@@ -117,6 +117,10 @@ class PluginState:
     """That left it, or were never let in, because it was full."""
     num_declined_loads: int = 0
     """That were not made because computing was quicker."""
+    stored_token_seconds: float | None = None
+    """What a token has lately taken: to store and to load, by the slowest rank, and to compute. None: not measured yet."""
+    loaded_token_seconds: float | None = None
+    computed_token_seconds: float | None = None
     resident_blocks: Mapping[str, int] = field(default_factory=dict)
     """By session: free blocks that the session let go last."""
 
