@@ -49,12 +49,15 @@ class AgentserveScheduler(Scheduler):  # type: ignore[misc] # vLLM is not always
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         output = super().schedule(*args, **kwargs)
-        if self._agentserve is not None:
-            for new in output.scheduled_new_reqs:
-                self._placed(self._agentserve, new.req_id)
-            for request_id in output.scheduled_cached_reqs.resumed_req_ids:
-                self._placed(self._agentserve, request_id)
-            self._agentserve.step(output.preempted_req_ids)
+        ordering = self._agentserve
+        if ordering is not None:
+            if output.scheduled_new_reqs:
+                for new in output.scheduled_new_reqs:
+                    self._placed(ordering, new.req_id)
+            if output.scheduled_cached_reqs.resumed_req_ids:
+                for request_id in output.scheduled_cached_reqs.resumed_req_ids:
+                    self._placed(ordering, request_id)
+            ordering.step(output.preempted_req_ids)
         return output
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
