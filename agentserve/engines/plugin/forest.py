@@ -121,22 +121,24 @@ class Forest:
                     continue
                 break
             node = self.nodes[extent.id]
-            blocks = node.blocks
-            before = len(taken)
-            while blocks and len(taken) < num_blocks and blocks[-1].ref_cnt == 0:
-                block = blocks.pop()
+            blocks, before = node.blocks, len(taken)
+            for block in blocks[: -num_blocks + before - 1 : -1]:  # as many as are wanted, deepest first
+                if block.ref_cnt:
+                    break
                 self.node_of[block.block_id] = None
                 taken.append(block)
-            self.num_evicted[extent.fate is not Fate.LIVE] += len(taken) - before
+            num_taken = len(taken) - before
+            del blocks[len(blocks) - num_taken :]
+            self.num_evicted[extent.fate is not Fate.LIVE] += num_taken
             extent.num_blocks = len(blocks)
-            extent.end_block = node.end
-            if self.on_evict is not None and len(taken) > before:
+            extent.end_block = node.start + len(blocks)
+            if self.on_evict is not None and num_taken:
                 self.on_evict(node, taken[before:])
             if not blocks:
                 self._tree.drop(node, now)
             else:
                 self._tree.rank(node, now)
-                if node.is_ranked and len(taken) == before:
+                if node.is_ranked and not num_taken:
                     raise PluginFault(f"extent {extent.id!r} was offered, and none of its blocks is free")
         return taken
 

@@ -69,7 +69,7 @@ class Retention:
         self.unprotected: dict[str, Any] = {}
         """Those of them whose blocks are not protected."""
         self.awaited: list[tuple[float, str]] = []
-        """Until when, and which sessions: a heap. While it and `unprotected` are empty, `step` has only to do with who was preempted."""
+        """Until when, and which sessions: a heap."""
         self._sweep_at = _LEAST_SWEEP
         self.forest = Forest(pool.num_gpu_blocks, self._build(options.policy, options.parameters, pool.num_gpu_blocks - 1), clock)
         kept = ExclusiveTier(num_slots, self._build(options.policy, options.parameters, num_slots), clock) if num_slots else None
@@ -102,8 +102,8 @@ class Retention:
     def placed(self, request: Any, blocks: list[Any]) -> None:
         """It got its first blocks, or got blocks again after a preemption. `blocks`: all that it has. Changes state."""
         known = self._requests[request.request_id]
+        self._leave_queue(request.request_id)  # first: what is not protected costs the policy less
         self.forest.hold(self.forest.trace(blocks, known.branch, _num_cached(blocks)), known.branch)
-        self._leave_queue(request.request_id)
 
     def finished(self, request: Any, blocks: list[Any]) -> None:
         """It is over, however it ended; its `blocks` are let go right after. Changes state."""
