@@ -48,7 +48,7 @@ class Chains:
         for block in path:
             block.ref_cnt += 1
         branch = self.branch(name)
-        self.forest.hold(self.forest.trace(path, branch), branch)
+        self.forest.hold(self.forest.trace(path, branch, len(path)), branch)
         return path
 
     def end(self, path: list[FakeBlock]) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from admission.eviction.policy import EvictionPolicy, Extent, Fate, Knob, Pool, ReturnHazard
-from admission.eviction.ranking import Ranking, by_depth
+from admission.eviction.ranking import Ranking
 
 _STALE_SHARE = 0.05
 """A head's place is computed anew when its idle time has grown by this much: chances of return change with the logarithm of the age."""
@@ -114,9 +114,10 @@ class _ClassHazard:
             queue = self._dead
         else:
             name = extent.return_class
-            queue = self._live.setdefault(name, Ranking())
+            live = self._live.get(name)
+            queue = self._live[name] = Ranking() if live is None else live
             self._changed.add(name)
-        queue.put(extent, by_depth(extent, extent.freed_seconds))
+        queue.put(extent, (extent.freed_seconds, -extent.end_block))
         self._queues[extent.id] = (queue, name)
 
     def _drop(self, extent: Extent) -> None:

@@ -22,7 +22,8 @@ class Guard:
         assert not known, f"extent {extent.id!r} was inserted before"
         self._free.add(extent.id)
         self._policy.insert(extent, now)
-        self._shield(extent, now)
+        if extent.protected:
+            self._shield(extent, now)
 
     def hold(self, extent: Extent, now: float) -> None:
         self._free.remove(extent.id)
@@ -36,7 +37,8 @@ class Guard:
         self._held.remove(extent.id)
         self._free.add(extent.id)
         self._policy.release(extent, now)
-        self._shield(extent, now)
+        if extent.protected:
+            self._shield(extent, now)
 
     def reconsider(self, extent: Extent, now: float) -> None:
         assert extent.id in self._free, f"extent {extent.id!r} is not free"
@@ -45,7 +47,8 @@ class Guard:
             self._policy.release(extent, now)
         else:
             self._policy.reconsider(extent, now)
-        self._shield(extent, now)
+        if extent.protected:
+            self._shield(extent, now)
 
     def forget(self, extent: Extent, now: float) -> None:
         known = extent.id in self._free or extent.id in self._held
@@ -65,6 +68,5 @@ class Guard:
         self._policy.check_integrity()
 
     def _shield(self, extent: Extent, now: float) -> None:
-        if extent.protected:
-            self._policy.hold(extent, now)
-            self._shielded.put(extent, by_depth(extent, extent.freed_seconds))
+        self._policy.hold(extent, now)
+        self._shielded.put(extent, by_depth(extent, extent.freed_seconds))

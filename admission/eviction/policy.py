@@ -29,6 +29,10 @@ class Fate(StrEnum):
     """A side request that no other builds on."""
 
 
+for _fate in Fate:
+    type.__setattr__(Fate, _fate.name, _fate)  # as from Python 3.12 on: before, each `Fate.LIVE` calls a function of `enum`
+
+
 @dataclass(slots=True, eq=False)
 class Extent:
     """Facts of an extent, kept by the pool. A policy reads them and never writes. Times are on the clock of `now`, in seconds."""

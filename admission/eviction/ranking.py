@@ -35,8 +35,8 @@ class Ranking:
             return
         self._ranks[extent.id] = rank
         heapq.heappush(self._heap, (rank, extent.id, extent))
-        if len(self._heap) > 2 * len(self._ranks) + _SLACK:
-            self._heap = [entry for entry in set(self._heap) if self._ranks.get(entry[1]) == entry[0]]
+        if len(self._heap) > 4 * len(self._ranks) + _SLACK:
+            self._heap = list({entry[1]: entry for entry in self._heap if self._ranks.get(entry[1]) == entry[0]}.values())
             heapq.heapify(self._heap)
 
     def discard(self, extent: Extent) -> None:
@@ -44,8 +44,12 @@ class Ranking:
 
     def first(self) -> Extent | None:
         """The extent of smallest rank; of equals the one with the smaller id."""
-        entry = self._first()
-        return None if entry is None else entry[2]
+        while self._heap:  # as in `_first`, which costs a call more for each victim
+            rank, extent_id, extent = self._heap[0]
+            if self._ranks.get(extent_id) == rank:
+                return extent
+            heapq.heappop(self._heap)
+        return None
 
     def first_rank(self) -> Rank | None:
         entry = self._first()

@@ -30,7 +30,7 @@ from benchmarks.capacity.figures import ArmFigures, faults, figures
 from benchmarks.capacity.kept import ArmRun, Kept, Outputs, Overhead, PluginError, Setting, runs_path
 from benchmarks.capacity.same_outputs import greedy_outputs
 from benchmarks.capacity.script import GAP_CAP_SECONDS, TIME_SCALE, Play, lanes, scripts
-from benchmarks.capacity.step_overhead import step_overhead
+from benchmarks.capacity.step_overhead import STEP_OVERHEAD, overhead_alone, step_overhead
 from benchmarks.report import Options, Result, Row, write_json
 from model.nano import make_nano
 
@@ -58,7 +58,7 @@ class Plan:
         arms = options.contenders or (QUICK_ARMS if options.quick else tuple(ARMS))
         unknown = [name for name in arms if name not in ARMS]
         if unknown:
-            raise ValueError(f"no arm {unknown[0]!r}; there are: {', '.join(ARMS)}")
+            raise ValueError(f"no arm {unknown[0]!r}; there are: {', '.join(ARMS)}, and {STEP_OVERHEAD} alone")
         seeds = options.seeds or (SEEDS[:1] if options.quick else SEEDS)
         names = tuple(dict.fromkeys(("plain", *arms)))
         return cls(names, seeds, options.blocks or NUM_BLOCKS, QUICK_SECONDS if options.quick else SECONDS)
@@ -178,8 +178,10 @@ def _model(cache_folder: Path) -> Iterator[Path]:
 
 def measure(options: Options) -> Result:
     """All arms, seed by seed. What has been measured is kept beside `options.json` after each."""
-    plan = Plan.of(options)
     console = Console(stderr=True)
+    if options.contenders == (STEP_OVERHEAD,):
+        return overhead_alone(quick=options.quick, progress=console.print)
+    plan = Plan.of(options)
     traces = "generated" if options.traces is None else options.traces.name
     path, resumed = (None if table is None else runs_path(table) for table in (options.json, options.resume))
     kept = Kept.begin(Setting(traces, plan.num_blocks, plan.seconds), path, resumed)

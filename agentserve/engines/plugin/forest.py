@@ -39,34 +39,40 @@ class Forest:
             if node.is_ranked:
                 policy.insert(node.extent, now)
 
-    def trace(self, path: Sequence[Block], branch: Branch) -> list[Node]:
+    def trace(self, path: Sequence[Block], branch: Branch, num_cached: int) -> list[Node]:
         """The nodes of a request's cached blocks, root first, made to fit: cut where the path leaves them, new for what is not known.
 
-        `path`: all its blocks that have a hash. The request uses them. Changes state.
+        `path`: its blocks, of which the first `num_cached` have a hash. The request uses them. Changes state.
         """
         nodes: list[Node] = []
-        position = 0
-        while position < len(path):
-            known = self.node_of[path[position].block_id]
-            parent = nodes[-1] if nodes else None
-            node = self._tree.fit(known, path, position) if known is not None else self._tree.grow(parent, path, position, branch)
-            position = node.end
+        node_of, position, parent = self.node_of, 0, None
+        while position < num_cached:
+            node = node_of[path[position].block_id]
+            if node is None:
+                node = self._tree.grow(parent, path, position, num_cached, branch)
+            else:
+                blocks, last = node.blocks, position + len(node.blocks) - 1
+                if last >= num_cached or blocks[-1] is not path[last] or blocks[0] is not path[position]:
+                    node = self._tree.fit(node, path, position, num_cached)
+            position = node.start + len(node.blocks)
             if node is not parent:
                 if node.parent is not parent:
                     self._tree.hang(node, parent)
                 nodes.append(node)
+                parent = node
         return nodes
 
     def hold(self, nodes: Iterable[Node], branch: Branch, *, hit: bool = True) -> None:
         """A request of `branch` uses them: they are alive, and no victims. Changes state."""
-        now = self._clock()
+        live = Fate.LIVE
         for node in nodes:
-            if node.owners.get(branch) is not Fate.LIVE:
+            if node.owners.get(branch) is not live:
                 self._tree.own(node, branch)
-            node.extent.num_hits += hit
-            node.extent.fate = Fate.LIVE  # to this branch, so to all
+            extent = node.extent
+            extent.num_hits += hit
+            extent.fate = live  # to this branch, so to all
             if node.is_ranked:
-                self._tree.rank(node, now)
+                self._tree.rank(node, self._clock())
 
     def join(self, nodes: list[Node]) -> list[Node]:
         """Nodes of one path that nothing tells apart any more become one. The nodes that are left. Changes state."""
@@ -86,19 +92,20 @@ class Forest:
         now = self._clock()
         freed = self._tree.last_freed = max(now, math.nextafter(self._tree.last_freed, math.inf))
         unknown: list[Block] = []
-        position = 0
+        node_of, position = self.node_of, 0
         while position < len(blocks):
-            node = self.node_of[blocks[position].block_id]
+            block = blocks[position]
+            node = node_of[block.block_id]
             if node is None:
-                unknown.append(blocks[position])
+                unknown.append(block)
                 position += 1
                 continue
             if unknown:
                 self._tree.take_in(node, unknown)
                 unknown = []
-            last = position + len(node.blocks) - 1
-            whole = blocks[position] is node.blocks[-1] and last < len(blocks) and blocks[last] is node.blocks[0]
-            position = last + 1 if whole else position + 1
+            own, behind = node.blocks, position + len(node.blocks)
+            whole = block is own[-1] and behind <= len(blocks) and blocks[behind - 1] is own[0]
+            position = behind if whole else position + 1
             node.extent.freed_seconds = freed
             self._tree.rank(node, now)
         return unknown
@@ -114,22 +121,24 @@ class Forest:
                     continue
                 break
             node = self.nodes[extent.id]
-            blocks = node.blocks
-            before = len(taken)
-            while blocks and len(taken) < num_blocks and blocks[-1].ref_cnt == 0:
-                block = blocks.pop()
+            blocks, before = node.blocks, len(taken)
+            for block in blocks[: -num_blocks + before - 1 : -1]:  # as many as are wanted, deepest first
+                if block.ref_cnt:
+                    break
                 self.node_of[block.block_id] = None
                 taken.append(block)
-            self.num_evicted[extent.fate is not Fate.LIVE] += len(taken) - before
+            num_taken = len(taken) - before
+            del blocks[len(blocks) - num_taken :]
+            self.num_evicted[extent.fate is not Fate.LIVE] += num_taken
             extent.num_blocks = len(blocks)
-            extent.end_block = node.end
-            if self.on_evict is not None and len(taken) > before:
+            extent.end_block = node.start + len(blocks)
+            if self.on_evict is not None and num_taken:
                 self.on_evict(node, taken[before:])
             if not blocks:
                 self._tree.drop(node, now)
             else:
                 self._tree.rank(node, now)
-                if node.is_ranked and len(taken) == before:
+                if node.is_ranked and not num_taken:
                     raise PluginFault(f"extent {extent.id!r} was offered, and none of its blocks is free")
         return taken
 

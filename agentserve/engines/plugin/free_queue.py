@@ -21,6 +21,11 @@ _POOL_PER_AHEAD: Final = 256
 They can still be hit while they wait in the list."""
 
 
+_POPLEFT_N: Final = FreeKVCacheBlockQueue.popleft_n
+_PREPEND_N: Final = FreeKVCacheBlockQueue.prepend_n
+"""What each step or request calls, without the detour of `super()`."""
+
+
 class OrderedFreeQueue(FreeKVCacheBlockQueue):  # type: ignore[misc] # vLLM is not always there to be type-checked
     """Takes the place of `pool.free_block_queue` and of what it holds."""
 
@@ -28,7 +33,8 @@ class OrderedFreeQueue(FreeKVCacheBlockQueue):  # type: ignore[misc] # vLLM is n
         self, pool: Any, forest: Forest, on_fault: Callable[[Exception], None], lookahead_blocks: int = 0, *, chooses_ahead: bool = True
     ) -> None:
         # The list is taken over as it is, so its own __init__, which would build a new one, is not called.
-        self.__dict__.update(pool.free_block_queue.__dict__)
+        for name, value in vars(pool.free_block_queue).items():
+            setattr(self, name, value)
         self.num_listed = self.num_free_blocks
         """Blocks in the linked list."""
         self._pool = pool
@@ -49,10 +55,10 @@ class OrderedFreeQueue(FreeKVCacheBlockQueue):  # type: ignore[misc] # vLLM is n
             return []
         if n <= self.num_listed - self._lookahead_blocks and self._fault is None:
             self.num_listed -= n
-            taken: list[Any] = super().popleft_n(n)
-            return taken
+            listed: list[Any] = _POPLEFT_N(self, n)
+            return listed
         assert self.num_free_blocks >= n
-        taken = []
+        taken: list[Any] = []
         try:
             if self._fault is not None:
                 raise self._fault
@@ -92,7 +98,7 @@ class OrderedFreeQueue(FreeKVCacheBlockQueue):  # type: ignore[misc] # vLLM is n
     def prepend_n(self, blocks: list[Any]) -> None:
         """Blocks without a hash."""
         self.num_listed += len(blocks)
-        super().prepend_n(blocks)
+        _PREPEND_N(self, blocks)
 
     def get_all_free_blocks(self) -> list[Any]:
         """Every free block, in plain LRU order behind the listed ones."""

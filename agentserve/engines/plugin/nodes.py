@@ -117,12 +117,14 @@ def like(facts: Extent, extent_id: int = 0) -> Extent:
         0,
         facts.inserted_seconds,
         facts.freed_seconds,
-        num_hits=facts.num_hits,
-        fate=facts.fate,
-        return_class=facts.return_class,
-        priority=facts.priority,
-        retention_seconds=facts.retention_seconds,
-        protected=facts.protected,
+        0,
+        facts.num_hits,
+        facts.fate,
+        facts.return_class,
+        None,
+        facts.priority,
+        facts.retention_seconds,
+        facts.protected,
     )
 
 

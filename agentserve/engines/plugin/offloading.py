@@ -95,8 +95,6 @@ class OffloadTier:
 
     def placed(self, request: Any, blocks: Sequence[Block], num_external_tokens: int) -> None:
         """It got its `blocks`, and what it was promised is to be loaded into some of them."""
-        if not num_external_tokens:
-            return
         request_id, first = self._promised
         count = num_external_tokens // self._block_size
         wanted = [block.block_id for block in blocks[first : first + count]]

@@ -32,7 +32,8 @@ class Ordering:
         except PolicyParameterError as error:
             raise PluginUnsupported(f"the plugin's parameters: {error}") from error
         self.tier = self._retention.tier
-        self._queued, self._awaited = self._retention.queued, self._retention.awaited
+        self.unprotected, self.awaited = self._retention.unprotected, self._retention.awaited
+        """While both are empty, `step` has only to do with who was preempted."""
         self._queue = OrderedFreeQueue(
             pool, self._retention.forest, self._turn_off, options.lookahead_blocks, chooses_ahead=not self.tier.is_on
         )
@@ -47,14 +48,15 @@ class Ordering:
 
     def placed(self, request: Any, blocks: Any, num_external_tokens: int = 0) -> None:
         self._notice_reset()
-        self.tier.placed(request, blocks, num_external_tokens)
+        if num_external_tokens:
+            self.tier.placed(request, blocks, num_external_tokens)
         self._safely(self._retention.placed, request, blocks)
 
     def finished(self, request: Any, blocks: list[Any]) -> None:
         self._safely(self._retention.finished, request, blocks)
 
     def step(self, preempted_ids: Collection[str] | None) -> None:
-        if preempted_ids or self._queued or self._awaited:
+        if preempted_ids or self.unprotected or self.awaited:
             self._safely(self._retention.step, preempted_ids or ())
 
     def take_batch(self, batch: HintBatch) -> None:

@@ -7,7 +7,7 @@ It is told when a request comes, gets its blocks, and is over; it knows vLLM's r
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -66,8 +66,10 @@ class Retention:
         self._requests: dict[str, _Request] = {}
         self.queued: dict[str, Any] = {}
         """Requests that came and have no blocks yet."""
+        self.unprotected: dict[str, Any] = {}
+        """Those of them whose blocks are not protected."""
         self.awaited: list[tuple[float, str]] = []
-        """Until when, and which sessions: a heap. While both are empty `step` has nothing to do but for who was preempted."""
+        """Until when, and which sessions: a heap."""
         self._sweep_at = _LEAST_SWEEP
         self.forest = Forest(pool.num_gpu_blocks, self._build(options.policy, options.parameters, pool.num_gpu_blocks - 1), clock)
         kept = ExclusiveTier(num_slots, self._build(options.policy, options.parameters, num_slots), clock) if num_slots else None
@@ -89,8 +91,9 @@ class Retention:
         if branch is None:
             branch = session.branches[name] = Branch(session, name)
         self._requests[request.request_id] = _Request(request, branch, hints)
-        self.forest.unprotect(_awaited(session_id))
-        self.queued[request.request_id] = request
+        if self.awaited:
+            self.forest.unprotect(_awaited(session_id))
+        self.queued[request.request_id] = self.unprotected[request.request_id] = request
         if len(self.queued) > 1:  # else it is the next to be placed
             self._protect_queued()
         for hint in hints.others:
@@ -99,9 +102,8 @@ class Retention:
     def placed(self, request: Any, blocks: list[Any]) -> None:
         """It got its first blocks, or got blocks again after a preemption. `blocks`: all that it has. Changes state."""
         known = self._requests[request.request_id]
-        nodes = self.forest.trace(_cached(blocks), known.branch)
-        self.forest.hold(nodes, known.branch)
-        self._leave_queue(request.request_id)
+        self._leave_queue(request.request_id)  # first: what is not protected costs the policy less
+        self.forest.hold(self.forest.trace(blocks, known.branch, _num_cached(blocks)), known.branch)
 
     def finished(self, request: Any, blocks: list[Any]) -> None:
         """It is over, however it ended; its `blocks` are let go right after. Changes state."""
@@ -110,9 +112,10 @@ class Retention:
             return
         self._leave_queue(request.request_id)
         branch, session = known.branch, known.branch.session
-        path = _cached(blocks)
-        self.tier.finished(request, branch, len(path), concludes=known.hints.branch_id is not None)
-        nodes = self.forest.trace(path, branch)
+        num_cached = _num_cached(blocks)
+        if self.tier.is_on:
+            self.tier.finished(request, branch, num_cached, concludes=known.hints.branch_id is not None)
+        nodes = self.forest.trace(blocks, branch, num_cached)
         self.forest.hold(nodes, branch, hit=False)
         nodes = self.forest.join(nodes)
         branch.num_prompt_blocks = request.num_prompt_tokens // self._pool.hash_block_size
@@ -167,24 +170,21 @@ class Retention:
         """A step of the engine was scheduled: who still waits is protected; what was awaited for long enough is not any more."""
         for request_id in preempted_ids:
             if request_id in self._requests:
-                self.queued[request_id] = self._requests[request_id].request
-        if self.queued:
+                self.queued[request_id] = self.unprotected[request_id] = self._requests[request_id].request
+        if self.unprotected:
             self._protect_queued()
-        now = self._clock()
-        while self.awaited and self.awaited[0][0] <= now:
+        while self.awaited and self.awaited[0][0] <= self._clock():
             self.forest.unprotect(_awaited(heapq.heappop(self.awaited)[1]))
 
     def _protect_queued(self) -> None:
         """Most requests are placed in the step after they came and never need it; these wait, or others are before them."""
-        for request_id, request in self.queued.items():
-            if len(self.forest.waiting) >= self._protected_requests:
-                break
-            if request_id not in self.forest.waiting:
-                self.forest.protect(request_id, self._resident(request))
+        while self.unprotected and len(self.forest.waiting) < self._protected_requests:
+            request_id = next(iter(self.unprotected))
+            self.forest.protect(request_id, self._resident(self.unprotected.pop(request_id)))
 
     def _leave_queue(self, request_id: str) -> None:
-        self.queued.pop(request_id, None)
-        self.forest.unprotect(request_id)
+        if self.queued.pop(request_id, None) is not None and self.unprotected.pop(request_id, None) is None:
+            self.forest.unprotect(request_id)
 
     def _build(self, policy: str, parameters: Mapping[str, float], num_blocks: int) -> Any:
         return EVICTION_POLICIES[policy].build(Pool(num_blocks, self._returns), parameters)
@@ -312,10 +312,10 @@ def _carried(request: Any) -> Any:
     return transfer.get(XARG) if isinstance(transfer, dict) else None
 
 
-def _cached(blocks: list[Any]) -> list[Any]:
-    """The blocks at the front that have a hash: what can be hit, and is ranked when it is free."""
+def _num_cached(blocks: Sequence[Any]) -> int:
+    """How many at the front have a hash: what can be hit, and is ranked when it is free."""
     # A chain is hashed from the front; from the back there are at most a few blocks without a hash.
     end = len(blocks)
     while end and blocks[end - 1].block_hash is None:
         end -= 1
-    return blocks[:end]
+    return end

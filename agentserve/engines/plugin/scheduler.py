@@ -8,7 +8,7 @@ is not done here: requests are looked at when they come, when they get their fir
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -18,6 +18,9 @@ from agentserve.engines.plugin.carrying import check_engine, order_pool
 from agentserve.engines.plugin.options import PluginOptions
 from agentserve.engines.plugin.ordering import Ordering
 from agentserve.engines.plugin.supported import PluginUnsupported, check_output, check_scheduler
+
+_SCHEDULE: Final = Scheduler.schedule
+"""Called in each step, so without the detour of `super()`; the scheduler that runs ahead has the same."""
 
 
 class AgentserveScheduler(Scheduler):  # type: ignore[misc] # vLLM is not always there to be type-checked
@@ -47,23 +50,23 @@ class AgentserveScheduler(Scheduler):  # type: ignore[misc] # vLLM is not always
         if is_new and self._agentserve is not None:
             self._agentserve.arrived(request)
 
-    def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().schedule(*args, **kwargs)
-        if self._agentserve is not None:
-            for new in output.scheduled_new_reqs:
-                self._placed(self._agentserve, new.req_id)
-            for request_id in output.scheduled_cached_reqs.resumed_req_ids:
-                self._placed(self._agentserve, request_id)
-            self._agentserve.step(output.preempted_req_ids)
+    def schedule(self, throttle_prefills: bool = False) -> Any:
+        output = _SCHEDULE(self, throttle_prefills)
+        ordering = self._agentserve
+        if ordering is None:
+            return output
+        # In most steps nothing of this has happened, and asking is all that the plugin costs then.
+        if output.scheduled_new_reqs or output.scheduled_cached_reqs.resumed_req_ids:
+            for request_id in (*(new.req_id for new in output.scheduled_new_reqs), *output.scheduled_cached_reqs.resumed_req_ids):
+                ordering.placed(self.requests[request_id], self.kv_cache_manager.get_blocks(request_id).blocks[0])
+        if output.preempted_req_ids or ordering.unprotected or ordering.awaited:
+            ordering.step(output.preempted_req_ids)
         return output
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         if self._agentserve is not None:
             self._agentserve.finished(request, self.kv_cache_manager.get_blocks(request.request_id).blocks[0])
         return super()._free_request(request, *args, **kwargs)
-
-    def _placed(self, ordering: Ordering, request_id: str) -> None:
-        ordering.placed(self.requests[request_id], self.kv_cache_manager.get_blocks(request_id).blocks[0])
 
 
 class AgentserveAsyncScheduler(AgentserveScheduler, AsyncScheduler):  # type: ignore[misc] # as above

@@ -40,15 +40,15 @@ class Tree:
             del node.owners[oldest]
             oldest.nodes.pop(node, None)
 
-    def grow(self, parent: Node | None, path: Sequence[Block], position: int, branch: Branch) -> Node:
-        """A node for blocks from `position` on that none has; or the parent grows, where nothing would tell the two apart."""
-        is_mine = path[position].ref_cnt == 1
-        end = position + 1
-        while end < len(path) and self.node_of[path[end].block_id] is None and (path[end].ref_cnt == 1) == is_mine:
+    def grow(self, parent: Node | None, path: Sequence[Block], position: int, limit: int, branch: Branch) -> Node:
+        """A node for blocks from `position` on and before `limit` that none has; or the parent grows, where nothing tells the two apart."""
+        node_of, is_mine, end = self.node_of, path[position].ref_cnt == 1, position
+        for block in path[position:limit]:
+            if node_of[block.block_id] is not None or (block.ref_cnt == 1) is not is_mine:
+                break
             end += 1
         run = list(path[position:end])
-        grows = parent is not None and not parent.children and is_mine and parent.blocks[-1].ref_cnt == 1
-        if grows and parent is not None and parent.end == position and list(parent.owners) == [branch]:
+        if parent is not None and is_mine and _is_alone(parent, branch) and parent.end == position:
             self.extend(parent, run)
             return parent
         now = self._clock()
@@ -120,17 +120,24 @@ class Tree:
             parent.children[node] = None
         return node
 
-    def fit(self, node: Node, path: Sequence[Block], position: int) -> Node:
-        """The part of `node` that lies on `path` from `position` on, as a node of its own."""
+    def fit(self, node: Node, path: Sequence[Block], position: int, limit: int) -> Node:
+        """The part of `node` that lies on `path` from `position` on and before `limit`, as a node of its own."""
         blocks, last = node.blocks, position + len(node.blocks) - 1
         if blocks[0] is path[position] and last < len(path) and blocks[-1] is path[last]:
             return node
         if node.blocks[0] is not path[position]:
-            node = self.split(node, node.blocks.index(path[position]))
-        shared = min(len(node.blocks), len(path) - position)
-        if node.blocks[shared - 1] is not path[position + shared - 1]:
-            shared = next(at for at in range(shared) if node.blocks[at] is not path[position + at])
-        if shared < len(node.blocks):
+            node = self.split(node, position - node.start)
+        blocks = node.blocks
+        shared = min(len(blocks), limit - position)
+        if blocks[shared - 1] is not path[position + shared - 1]:
+            low = 1  # somewhere behind it the two part, and do not meet again
+            while low < shared:
+                middle = (low + shared) // 2
+                if blocks[middle] is path[position + middle]:
+                    low = middle + 1
+                else:
+                    shared = middle
+        if shared < len(blocks):
             self.split(node, shared)
         return node
 
@@ -188,7 +195,8 @@ class Tree:
     def rank(self, node: Node, now: float) -> None:
         """Tell the policy whether it may be chosen, where that has changed."""
         is_free = not node.children and node.blocks[-1].ref_cnt == 0
-        rank(node, self.policy, now, is_free=is_free)
+        if is_free is not node.is_ranked:
+            rank(node, self.policy, now, is_free=is_free)
 
     def drop(self, node: Node, now: float) -> None:
         """Its last block has left."""
@@ -202,3 +210,8 @@ class Tree:
         if parent is not None:
             del parent.children[node]
             self.rank(parent, now)
+
+
+def _is_alone(node: Node, branch: Branch) -> bool:
+    """Whether only one request of `branch` uses it, and nothing hangs on it."""
+    return not node.children and node.blocks[-1].ref_cnt == 1 and len(node.owners) == 1 and branch in node.owners
