@@ -45,7 +45,7 @@ def capturing(upstream: Upstream, model_folder: Path, tmp_path: Path) -> Iterato
 
 def captured(served: Served, folder: Path, num_lines: int) -> list[Session]:
     """The sessions of the capture when so many lines have been written."""
-    capture = served.server.turns.capture
+    capture = served.server.turns.commits.capture
     assert capture is not None
     assert wait_until(lambda: capture.counts.written >= num_lines, seconds=5)
     return list(open_traces(folder).checked())
