@@ -17,6 +17,7 @@ from agentserve.engines.kv_events import KvEventSubscriber
 from agentserve.engines.vllm import VllmEngine
 from agentserve.engines.vllm_wire import COMPLETIONS, GENERATE, Route
 from agentserve.errors import EngineRefused
+from benchmarks.block_by_block import BlockByBlock
 from prefix_cache.blocks import HashChain
 from prefix_cache.mirror import Mirror
 from replays.sim_engine.app import ServeOptions, SimulatedServer, simulated_server
@@ -25,7 +26,6 @@ from replays.sim_engine.events import TOPIC
 from replays.simulator.cost import StepWork
 from replays.simulator.engine import Engine, EngineRequest
 from replays.simulator.pool import Use
-from tests.block_reference import BlockByBlock
 from tests.serving import chat, serving
 
 pytestmark = pytest.mark.anyio

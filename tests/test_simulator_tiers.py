@@ -15,6 +15,7 @@ from admission.policies import ADMISSION_POLICIES
 from admission.requests import Limits
 from admission.returns import ReturnModel
 from admission.tickets import TicketBook
+from benchmarks.timed_requests import TimedRequest, timed_requests
 from model.m3.config import MINIMAX_M3
 from model.m3.dtypes import Dtype
 from model.m3.kv import CacheGeometry
@@ -31,7 +32,6 @@ from replays.simulator.pool import BlockPool
 from replays.simulator.run import SimulationOptions, limits_of
 from replays.simulator.server import Call, Server
 from replays.simulator.tiers import CpuTier, TierOptions
-from tests.simulated_requests import TimedRequest, timed_requests
 
 SIZE = 16
 COST = CostModel(0.2, 0.0, 0.0, 0.01)

@@ -1,4 +1,4 @@
-"""Requests of generated sessions, for tests of the simulator: where they lie in a forest, and the same as token ids."""
+"""Requests of generated sessions, for what the simulator is compared with: where they lie in a forest, and the same as token ids."""
 
 from __future__ import annotations
 
