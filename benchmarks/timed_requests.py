@@ -9,7 +9,7 @@ import numpy as np
 
 from replays.generator import GeneratorSettings, generate_sessions
 from replays.simulator.chains import BranchSet
-from replays.simulator.pool import Path as BlockPath
+from replays.simulator.chains import Path as BlockPath
 from replays.simulator.scripts import script_of
 from replays.traces import session_from_weka
 

@@ -17,10 +17,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from replays.simulator.chains import Path
 from replays.simulator.cost import StepCost
 from replays.simulator.loads import Loader
 from replays.simulator.options import EngineOptions
-from replays.simulator.pool import BlockPool, Path, Use
+from replays.simulator.pool import BlockPool, Use
 from replays.simulator.steps import EngineCounters, Step, work_of
 
 _MILLI = 1000

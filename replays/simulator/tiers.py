@@ -11,10 +11,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from replays.simulator.chains import Branch
+from replays.simulator.chains import Branch, Path, covered
 from replays.simulator.cost import StepCost, StepWork
 from replays.simulator.engine import EngineRequest
-from replays.simulator.pool import Path, covered
 
 
 @dataclass(frozen=True, slots=True)
