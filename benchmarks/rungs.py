@@ -20,9 +20,10 @@ from admission.returns import ReturnModel
 from benchmarks.block_by_block import BlockByBlock
 from benchmarks.timed_requests import TimedRequest, timed_requests
 from replays.simulator.cost import CostModel
-from replays.simulator.engine import Engine, EngineRequest
+from replays.simulator.engine import Engine
 from replays.simulator.options import EngineOptions
 from replays.simulator.pool import BlockPool, Use
+from replays.simulator.requests import EngineRequest
 
 if TYPE_CHECKING:
     from benchmarks.vllm_scheduler import VllmReplay

@@ -18,8 +18,8 @@ from prefix_cache.captured import CapturedTurn, CaptureHeader, IdDeltas, IdSums
 from replays.formats import open_traces
 from replays.generator import GeneratorSettings, generate_sessions
 from replays.plan import plan_session
-from replays.simulator.engine import EngineRequest
 from replays.simulator.loop import LoopOptions
+from replays.simulator.requests import EngineRequest
 from replays.simulator.run import Simulation, SimulationOptions
 from replays.simulator.server import Call
 from replays.simulator.workload import Reading, Workload, read_workload

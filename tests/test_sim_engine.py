@@ -24,8 +24,9 @@ from replays.sim_engine.app import ServeOptions, SimulatedServer, simulated_serv
 from replays.sim_engine.chains import TokenChains
 from replays.sim_engine.events import TOPIC
 from replays.simulator.cost import StepWork
-from replays.simulator.engine import Engine, EngineRequest
+from replays.simulator.engine import Engine
 from replays.simulator.pool import Use
+from replays.simulator.requests import EngineRequest
 from tests.serving import chat, serving
 
 pytestmark = pytest.mark.anyio

@@ -22,13 +22,14 @@ from model.m3.kv import CacheGeometry
 from model.m3.sharding import Shard
 from replays.simulator.clock import Clock
 from replays.simulator.cost import CostModel
-from replays.simulator.engine import Engine, EngineRequest
+from replays.simulator.engine import Engine
 from replays.simulator.handover import Handover, plan_reads
 from replays.simulator.lives import Lives
 from replays.simulator.options import EngineOptions
 from replays.simulator.outcomes import Outcome
 from replays.simulator.placement import PLACEMENTS, Placement, in_turn
 from replays.simulator.pool import BlockPool
+from replays.simulator.requests import EngineRequest
 from replays.simulator.run import SimulationOptions, limits_of
 from replays.simulator.server import Call, Server
 from replays.simulator.tiers import CpuTier, TierOptions

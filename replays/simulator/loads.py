@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from replays.simulator.engine import EngineRequest
+from replays.simulator.requests import EngineRequest
 
 
 class Loader(Protocol):

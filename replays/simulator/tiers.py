@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from replays.simulator.chains import Branch, Path, covered
 from replays.simulator.cost import StepCost, StepWork
-from replays.simulator.engine import EngineRequest
+from replays.simulator.requests import EngineRequest
 
 
 @dataclass(frozen=True, slots=True)
