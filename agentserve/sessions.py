@@ -65,6 +65,9 @@ class Session:
     answers: OrderedDict[str, Node] = field(default_factory=OrderedDict)
     """The ends of its latest turns by the answer's id, for a client that asks what has changed since."""
 
+    appended: tuple[bytes, Node] | None = None
+    """The key of the latest request that held only what is new, and the answer that it followed."""
+
     def name_answer(self, answer_id: str, node: Node) -> None:
         """Let `answer_id` lead to `node`, the end of its turn."""
         self.answers[answer_id] = node
