@@ -14,7 +14,8 @@ from agentserve.canonical.canonicaliser import NO_FORM, Canonicaliser, Form
 from agentserve.conversation import Conversation
 from agentserve.errors import Unsupported
 from agentserve.heads import MAX_LOOKED_AT, HeadBreak, head_break
-from agentserve.ledger import TWIN, Ledger, Node
+from agentserve.ledger import TWIN, Ledger
+from agentserve.nodes import Node
 from agentserve.prompt import FlatPrompt
 from agentserve.sessions import Session
 from agentserve.state.recall import Recall

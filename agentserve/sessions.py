@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from agentserve.identity import Identity
-from agentserve.ledger import Ledger, Node, common_ancestor
+from agentserve.ledger import Ledger
+from agentserve.nodes import Node, common_ancestor
 from agentserve.prompt import FlatPrompt
 from model.conversation import AssistantItem
 from prefix_cache.hits import HitTotals

@@ -25,8 +25,8 @@ from agentserve.engines import GenerateRequest
 from agentserve.errors import ContextTooLong
 from agentserve.generation import Generation
 from agentserve.identity import Identity
-from agentserve.ledger import Node
 from agentserve.logprobs import LogprobTrail
+from agentserve.nodes import Node
 from agentserve.places import Place, Places
 from agentserve.plans import Outcome, Times, plan_of
 from agentserve.replicas import Replica, Replicas, Running

@@ -10,7 +10,7 @@ from agentserve.conversation import APPEND, Onto
 from agentserve.deliveries import Mark
 from agentserve.errors import InvalidRequest, NotFound
 from agentserve.identity import Identity, identify
-from agentserve.ledger import Node, common_ancestor
+from agentserve.nodes import Node, common_ancestor
 from agentserve.server import Server
 from agentserve.sessions import Namespace, Session
 from model.conversation import AssistantItem
