@@ -26,6 +26,7 @@ from agentserve.block_names import check_block_names
 from agentserve.cache import CacheBooks
 from agentserve.canonical.canonicaliser import choose
 from agentserve.capture import Capture, CaptureOptions
+from agentserve.commits import Commits
 from agentserve.deliveries import Deliveries
 from agentserve.dialects.responses_store import ResponseStore
 from agentserve.early import check_settings
@@ -80,9 +81,9 @@ async def running_server(settings: Settings, progress: Callable[[str], None]) ->
         folder = model_folder(settings, first.engine, made[0].nano)
         tokenizer, chat = await asyncio.to_thread(load_model_files, settings.engine, folder)
         server = build(settings, first.engine, tokenizer, chat, first.mirror, first.offload, others, first.hints)
-        if server.turns.capture is not None:
-            server.turns.capture.start()
-            stack.push_async_callback(asyncio.to_thread, server.turns.capture.close)
+        if (capture := server.turns.commits.capture) is not None:
+            capture.start()
+            stack.push_async_callback(asyncio.to_thread, capture.close)
         if server.turns.stored is not None:
             stack.push_async_callback(server.turns.stored.close)
             await server.turns.stored.start()
@@ -139,19 +140,22 @@ def build(
     replicas = Replicas(list(_replicas(settings, followed, metrics, clock, picked, lifecycle)), namespaces.sessions)
     retention = Retention(replicas, lifecycle, clock, lambda how: metrics.ended_sessions.labels(how).inc())
     books = replicas.first.books
+    commits = Commits(
+        tokenizer=tokenizer,
+        chat=chat,
+        clock=clock,
+        wall_clock=_wall_clock,
+        log=TurnLog(settings.sessions.turn_records),
+        stored=stored_sessions(settings.state, partial(deployment, engine.info.model, tokenizer, chat), books, metrics, clock),
+        capture=captured_turns(settings, engine, metrics, clock),
+    )
     turns = Turns(
         replicas=replicas,
         retention=retention,
-        tokenizer=tokenizer,
-        chat=chat,
         namespaces=namespaces,
         canonicaliser=choose(settings.canonicalise.mode, settings.canonicalise.on, settings.canonicalise.off),
-        clock=clock,
+        commits=commits,
         new_id=lambda: token_hex(12),
-        log=TurnLog(settings.sessions.turn_records),
-        wall_clock=_wall_clock,
-        stored=stored_sessions(settings.state, partial(deployment, engine.info.model, tokenizer, chat), books, metrics, clock),
-        capture=captured_turns(settings, engine, metrics, clock),
     )
     watch(metrics, replicas, namespaces)
     created = int(_wall_clock())

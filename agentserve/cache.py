@@ -43,6 +43,11 @@ class Estimate:
     """Of `hashes`, tokens."""
 
     @property
+    def num_uncached_tokens(self) -> int:
+        """What the engine has to compute, as predicted."""
+        return self.num_prompt_tokens - (self.predicted or 0)
+
+    @property
     def num_whole_blocks(self) -> int:
         """Blocks of the prompt that can be hits."""
         return min(len(self.hashes), max(0, self.num_prompt_tokens - 1) // self.block_size)

@@ -59,6 +59,10 @@ class Conversation(Protocol):
         ...
 
 
+APPEND = "x-agentserve-append"
+"""Request header: "true" says that the messages are only those that follow the session's latest answer."""
+
+
 @dataclass(frozen=True, slots=True)
 class Onto:
     """What an appended conversation follows: `seed` keeps its digests apart from all others, `calls` may be answered by its results."""

@@ -5,7 +5,8 @@ on the first one, or done with an answer that got lost. What is marked as such a
 byte, or gets the answer that was made. What is not marked is a request of its own: people ask again because they want another answer.
 
 Marks are those of known clients: `x-stainless-retry-count` above 0 (the SDKs of OpenAI and Anthropic count their retries in it, from 0)
-and `idempotency-key`, which names one request however often it is sent. The same request: the same API key, route, session and body.
+and `idempotency-key`, which names one request however often it is sent. The same request: the same API key, route, session and body, and
+both or neither only append to the session.
 
     no entry              runs
     the first one runs    its generation goes on at the new connection, the old connection is closed
@@ -26,6 +27,7 @@ from typing import Literal, Protocol, TypeAlias
 
 import xxhash
 
+from agentserve.conversation import APPEND
 from agentserve.exchange import Exchange, Sink, Wire
 
 RETRY_HEADER = "x-agentserve-retry"
@@ -56,7 +58,7 @@ def mark_of(headers: Mapping[str, str], namespace: str, path: str, session: str 
     """The mark of a request; `headers` with lower-case names."""
     named = headers.get("idempotency-key", "")
     key = xxhash.xxh3_128(body)
-    for part in (namespace, path, session or "", named):
+    for part in (namespace, path, session or "", named, headers.get(APPEND, "")):
         key.update(part.encode("utf-8", "surrogatepass") + b"\0")
     count = headers.get("x-stainless-retry-count", "")
     return Mark(key.digest(), count.isdecimal() and int(count) > 0, bool(named))

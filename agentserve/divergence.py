@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import assert_never
 
 from agentserve.heads import changed_tools, num_equal
-from agentserve.ledger import NOTE, Node, common_ancestor
+from agentserve.nodes import NOTE, Node, common_ancestor
 from model.conversation import AssistantItem, Item, SystemItem, ToolResultItem, UserItem
 
 _MAX_LOOKED_AT = 64

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from agentserve.canonical.canonicaliser import Canonicaliser
-from agentserve.ledger import Node
+from agentserve.nodes import Node
 from model.conversation import Head
 
 MAX_LOOKED_AT = 8

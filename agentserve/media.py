@@ -16,7 +16,7 @@ import xxhash
 
 from admission.requests import AdmissionRequest
 from agentserve.conversation import ToolChoice, TurnOptions
-from agentserve.dialects.openai_chat import parse_arguments
+from agentserve.dialects.calls import parse_arguments
 from agentserve.engines import ChatCallPart, ChatChunk, ChatEngine, ChatRequest, Usage
 from agentserve.errors import EngineError, InvalidRequest, Unsupported
 from agentserve.identity import Identity

@@ -14,7 +14,9 @@ from agentserve.canonical.canonicaliser import NO_FORM, Canonicaliser, Form
 from agentserve.conversation import Conversation
 from agentserve.errors import Unsupported
 from agentserve.heads import MAX_LOOKED_AT, HeadBreak, head_break
-from agentserve.ledger import TWIN, Ledger, Node
+from agentserve.ledger import TWIN, Ledger
+from agentserve.nodes import Node
+from agentserve.prompt import FlatPrompt
 from agentserve.sessions import Session
 from agentserve.state.recall import Recall
 from model.chat import ChatFormat, Piece, Unrenderable
@@ -51,6 +53,12 @@ class Place:
     head_break: HeadBreak | None = None
     open_ids: Sequence[int] = ()
     owner: str | None = None
+
+    def lay_out(self, prompt: FlatPrompt) -> FlatPrompt:
+        """Bring a session's flat prompt to where its turn begins."""
+        prompt.move_to(self.node)
+        prompt.extend(self.open_ids)
+        return prompt
 
     def move_to(self, node: Node, ledger: Ledger) -> None:
         """Hold `node` in place of where it stood."""

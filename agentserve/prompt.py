@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from agentserve.ledger import Node, common_ancestor
+from agentserve.nodes import Node, common_ancestor
 from prefix_cache.blocks import HashChain
 from prefix_cache.tree import Position
 

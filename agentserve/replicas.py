@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from agentserve.cache import CacheBooks
+from agentserve.cache import CacheBooks, Estimate
 from agentserve.engines import Engine
 from agentserve.engines.hints import EngineHints, NoHints
 from agentserve.prompt import FlatPrompt
@@ -155,9 +155,10 @@ class Replicas:
             return self._replicas[session.replica]
         return self._take(session, min(self._replicas, key=lambda replica: (not replica.is_open, replica.load)))
 
-    def resident_elsewhere(self, replica: Replica, prompt: FlatPrompt) -> int:
-        """Leading tokens of the prompt that are resident at the best of the other engines, by their events."""
-        return max((other.books.num_resident_tokens(prompt) or 0 for other in self._replicas if other is not replica), default=0)
+    def estimate(self, replica: Replica, prompt: FlatPrompt, twin_end: int) -> Estimate:
+        """What is known of the prompt now for `replica`, and how much of it the best of the others holds, by their events."""
+        others = (other.books.num_resident_tokens(prompt) or 0 for other in self._replicas if other is not replica)
+        return replica.books.estimate(prompt, twin_end, other_replica=max(others, default=0))
 
     def _take(self, session: Session, replica: Replica) -> Replica:
         session.replica = self._replicas.index(replica)

@@ -23,7 +23,7 @@ from agentserve.cache import Estimate
 from agentserve.conversation import TurnOptions
 from agentserve.engines import GenerateRequest
 from agentserve.engines.hints import SessionHint, TurnHints
-from agentserve.ledger import Node
+from agentserve.nodes import Node
 from agentserve.places import Place
 from agentserve.replicas import Replica, Replicas
 from agentserve.sessions import Namespace, Relation, Session, TurnKind

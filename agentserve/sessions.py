@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from agentserve.identity import Identity
-from agentserve.ledger import Ledger, Node, common_ancestor
+from agentserve.ledger import Ledger
+from agentserve.nodes import Node, common_ancestor
 from agentserve.prompt import FlatPrompt
 from model.conversation import AssistantItem
 from prefix_cache.hits import HitTotals
@@ -64,6 +65,9 @@ class Session:
     """The engine that it was last on, counted from 0."""
     answers: OrderedDict[str, Node] = field(default_factory=OrderedDict)
     """The ends of its latest turns by the answer's id, for a client that asks what has changed since."""
+
+    appended: tuple[bytes, Node] | None = None
+    """The key of the latest request that held only what is new, and the answer that it followed."""
 
     def name_answer(self, answer_id: str, node: Node) -> None:
         """Let `answer_id` lead to `node`, the end of its turn."""

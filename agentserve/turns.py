@@ -18,253 +18,28 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
-from agentserve.answers import kept_of
-from agentserve.cache import Estimate, Sent
 from agentserve.canonical.canonicaliser import Canonicaliser
-from agentserve.capture import MAX_TOOL_NAME, Capture, TurnFacts, namespaced, stop_of
+from agentserve.commits import Answer, Commits
 from agentserve.conversation import Conversation, TurnOptions
-from agentserve.engines import Chunk, GenerateRequest
-from agentserve.errors import ContextTooLong, EngineError
+from agentserve.engines import GenerateRequest
+from agentserve.errors import ContextTooLong
+from agentserve.generation import Generation
 from agentserve.identity import Identity
-from agentserve.ledger import Node
 from agentserve.logprobs import LogprobTrail
+from agentserve.nodes import Node
 from agentserve.places import Place, Places
 from agentserve.plans import Outcome, Times, plan_of
-from agentserve.prompt import FlatPrompt
-from agentserve.records import TurnLog, TurnRecord
 from agentserve.replicas import Replica, Replicas, Running
 from agentserve.retention import Ask, Life, Retention
 from agentserve.sessions import Namespace, Namespaces, Relation, Session, TurnKind
 from agentserve.state.recall import Recall
-from agentserve.state.stored import StoredSessions
 from agentserve.stops import StopCutter
 from agentserve.tool_rules import sampling_of
-from model.chat import ChatFormat, Delta, OutputParser, ReasoningDelta
+from model.chat import Delta, ReasoningDelta
 from model.conversation import AssistantItem
-from model.tokenizer import Tokenizer
-from prefix_cache.captured import CapturedTurn
-from prefix_cache.hits import TurnHits
 
 _STALE_SECONDS = 0.001
 """A turn that has queued for longer is estimated again: others have filled the cache and emptied it meanwhile."""
-
-
-class Turn:
-    """A turn that holds its ticket. Iterate `deltas` once; then `outcome` is set."""
-
-    def __init__(self, turns: Turns, ask: Ask, times: Times, life: Life, running: Running) -> None:
-        self._turns = turns
-        self._ask = ask
-        self._times = times
-        self._life = life
-        self._running = running
-        self._generated: list[int] = []
-        self._kept: asyncio.Future[bool] | None = None
-        self._num_reasoning_tokens = 0
-        self._last: Chunk = Chunk()
-        self._prefilled = False
-        self._others: list[Turn] = []
-        self.outcome: Outcome | None = None
-        self.parser: OutputParser = turns.chat.parser(ask.place.node.head.tools)
-        self.plan = plan_of(ask)
-        self._sent: Sent = ask.replica.books.send(ask.estimate, ask.session)  # last: from here on there is something to give back
-
-    async def deltas(self, stop: tuple[str, ...] = ()) -> AsyncGenerator[list[Delta], None]:
-        """What the model says, as it says it; the engine's request is aborted if the iteration is closed early."""
-        cutter = StopCutter(stop)
-        num_top = self._ask.request.logprobs
-        trail = None if num_top is None else LogprobTrail(self._turns.tokenizer, num_top, cut=bool(stop))
-        async with aclosing(self._chunks()) as chunks:
-            async for chunk in chunks:
-                self._take(chunk)
-                parsed = self.parser.feed(chunk.ids) if trail is None else trail.feed(chunk, self.parser)
-                if parsed and isinstance(parsed[0], ReasoningDelta):
-                    self._num_reasoning_tokens += len(chunk.ids)
-                shown = cutter.feed(parsed)
-                if shown:
-                    yield shown if trail is None else trail.attach(shown)
-        if self._last.finish_reason is None:
-            raise EngineError("the engine ended the stream without a finish reason")
-        self._check_count()
-        shown = cutter.finish(self.parser.finish())
-        self.outcome = self._commit(cutter.item(self.parser.item()), has_hidden=cutter.has_cut)
-        if self._kept is not None and self._turns.stored is not None:
-            await self._turns.stored.settled(self._kept)  # before the client can send the next turn to another server
-        if shown:
-            yield shown if trail is None else trail.attach(shown)
-
-    async def _chunks(self) -> AsyncGenerator[Chunk, None]:
-        """The engine's steps. An engine that fails before its first is left for another, as nobody has seen anything yet."""
-        tried: list[Replica] = []
-        while True:
-            started = False
-            try:
-                async with aclosing(self._ask.replica.engine.generate(self._ask.request)) as chunks:
-                    async for chunk in chunks:
-                        if not started:
-                            started = True
-                            self._ask.replica.worked()
-                        yield chunk
-                return
-            except EngineError as error:
-                tried.append(self._ask.replica)
-                if started or error.status < 500:
-                    raise
-                self._ask.replica.failed()
-                other = self._turns.replicas.instead(self._ask.session, self._place_prompt(), tried)
-                if other is None:
-                    raise
-                self._move_to(other)
-
-    def _move_to(self, replica: Replica) -> None:
-        """Let another engine compute the prompt."""
-        self._ask.replica.books.ended(self._sent)
-        self._ask.replica.twins.computed(self._ask.request.request_id)
-        estimate = self._turns.estimate(replica, self._ask.session, self._ask.place)
-        self._ask = replace(self._ask, replica=replica, estimate=estimate)
-        self._life.engine = replica
-        self._running.move_to(replica, estimate.num_prompt_tokens - (estimate.predicted or 0))
-        self._sent = replica.books.send(self._ask.estimate, self._ask.session)
-
-    def another(self, number: int) -> Turn:
-        """Another answer to the same prompt, the `number`-th; to be made once the engine has computed that. Ends when this turn does."""
-        request = self._ask.request
-        sampling = dict(request.sampling)
-        if isinstance(seed := sampling.get("seed"), int):
-            sampling["seed"] = seed + number  # as vLLM does
-        prompt = self._place_prompt()
-        estimate = self._ask.replica.books.estimate(prompt)
-        relation = Relation(TurnKind.RETRY, len(prompt.ids), len(prompt.ids))
-        request = replace(request, request_id=self._turns.new_id(), sampling=sampling)
-        options = replace(self._ask.options, answer_id=None, since=None)
-        now = self._turns.clock()
-        ask = replace(self._ask, relation=relation, estimate=estimate, request=request, options=options)
-        turn = Turn(self._turns, ask, Times(now, now), self._life, self._running)
-        self._others.append(turn)
-        return turn
-
-    @property
-    def num_generated_tokens(self) -> int:
-        return len(self._generated)
-
-    def abandon(self) -> None:
-        """Commit what was generated before the turn broke off. Does nothing more after a whole turn."""
-        for other in self._others:
-            other.abandon()
-        self._ask.replica.books.ended(self._sent)
-        if self.outcome is None and self._generated:
-            self.parser.finish()
-            self._commit(self.parser.item())
-
-    def _take(self, chunk: Chunk) -> None:
-        self._generated.extend(chunk.ids)
-        if chunk.finish_reason is not None or chunk.usage is not None:
-            self._last = Chunk(
-                finish_reason=chunk.finish_reason or self._last.finish_reason,
-                stop_reason=chunk.stop_reason if chunk.stop_reason is not None else self._last.stop_reason,
-                usage=chunk.usage or self._last.usage,
-            )
-        books = self._ask.replica.books
-        books.look(self._sent, self._ask.estimate)
-        if not self._prefilled and chunk.ids:
-            self._prefilled = True
-            self._times.first_token = self._turns.clock()
-            books.prefilled(self._sent)
-            self._life.first_token()
-            prompt = self._place_prompt()
-            books.computed(prompt, len(prompt.ids))
-            self._ask.replica.twins.computed(self._ask.request.request_id)
-
-    def _place_prompt(self) -> FlatPrompt:
-        """The session's prompt, brought to where this turn begins."""
-        return self._turns.prompt(self._ask.session, self._ask.place)
-
-    def _seen(self, item: AssistantItem) -> tuple[list[int], list[int]]:
-        """The generated ids that `item` shows whole, and those of what it shows of the next one."""
-        if not item.text.strip() and item.reasoning is None:
-            return [], []
-        kept = kept_of(self._generated, item, self._turns.chat.parser(self._ask.place.node.head.tools))
-        if kept is None:
-            return self._generated, []
-        return self._generated[: kept.num_ids], self._turns.tokenizer.encode(kept.rest)
-
-    def _check_count(self) -> None:
-        """A list of ids that lacks some is not what the engine has computed: it must never be sent again."""
-        usage, num_ids = self._last.usage, len(self._generated)
-        if usage is not None and num_ids < usage.num_generated_tokens:
-            self._generated.clear()
-            raise EngineError(f"the engine counts {usage.num_generated_tokens} generated tokens and has sent {num_ids}")
-
-    def _commit(self, item: AssistantItem, *, has_hidden: bool = False) -> Outcome:
-        """Step 6: the generated ids join the ledger as the engine sent them; those behind a stop string, which nobody saw, do not."""
-        usage = self._last.usage
-        prompt, node = self._ask.session.prompt, self._ask.place.node
-        computed, rest = self._seen(item) if has_hidden else (self._generated, [])
-        if self._generated:
-            ids = [*self._ask.place.open_ids, *computed, *rest]
-            node = self._ask.namespace.ledger.append(self._ask.place.node, (item,), ids, generated=True)
-            lives_on = self._ask.namespace.advance(self._ask.session, node)
-            if lives_on and self._ask.options.answer_id is not None:
-                self._ask.session.name_answer(self._ask.options.answer_id, node)
-            if lives_on and self._turns.stored is not None:
-                self._kept = self._turns.stored.keep(self._ask.namespace, self._ask.session)
-        prompt.move_to(node if not rest else self._ask.place.node)
-        if rest:
-            prompt.extend([*self._ask.place.open_ids, *computed])
-        if self._generated:
-            self._ask.replica.books.computed(prompt, len(prompt.ids) - 1)  # the last sampled token has no KV
-        num_cached_tokens = usage.num_cached_tokens if usage else None
-        hits = self._ask.replica.books.book(
-            self._ask.session, self._ask.relation, self._ask.estimate, self._sent, num_cached_tokens, prompt
-        )
-        self._ask.namespace.totals.add(hits)
-        self._ask.session.count_turn(self._ask.relation.kind)
-        reason = self._last.finish_reason or "abort"
-        if reason == "stop" and item.calls and not self.parser.open_call:
-            reason = "tool_calls"
-        self._turns.log.add(self._ask.session, self._record(reason, hits))
-        self._life.committed(item, reason, len(self._generated), hits)
-        if self._turns.capture is not None:
-            self._turns.capture.turn(self._facts(reason, item, num_cached_tokens))
-        return Outcome(item, reason, self._last.stop_reason, len(self._generated), usage, hits, self._num_reasoning_tokens)
-
-    def _record(self, reason: str, hits: TurnHits) -> TurnRecord:
-        times, ended = self._times, self._turns.clock()
-        return TurnRecord(
-            self._ask.session.num_turns,
-            self._ask.relation.kind,
-            self._turns.wall_clock(),
-            times.granted - times.asked,
-            None if times.first_token is None else times.first_token - times.granted,
-            ended - times.asked,
-            reason,
-            self._ask.place.num_encoded_tokens,
-            len(self._generated),
-            hits,
-            self.plan.divergence,
-            self.plan.head_break,
-        )
-
-    def _facts(self, reason: str, item: AssistantItem, num_cached_tokens: int | None) -> TurnFacts:
-        """What a capture is told: everything but text."""
-        times, session, namespace = self._times, self._ask.session, self._ask.namespace.name
-        seconds = self._turns.clock() - times.asked
-        turn = CapturedTurn(
-            session=namespaced(session.id, namespace),
-            parent=None if session.parent is None else namespaced(session.parent, namespace),
-            t=round(self._turns.wall_clock() - seconds, 3),
-            seconds=round(seconds, 3),
-            wait=round(times.granted - times.asked, 3),
-            ttft=None if times.first_token is None else round(times.first_token - times.asked, 3),
-            num_prompt_tokens=self._ask.estimate.num_prompt_tokens,
-            num_output_tokens=len(self._generated),
-            num_cached_tokens=num_cached_tokens,
-            stop=stop_of(reason),
-            tools=[call.name[:MAX_TOOL_NAME] for call in item.calls],
-            relation=self._ask.relation.kind.value,
-        )
-        chain = session.prompt.chain
-        return TurnFacts(turn, chain.hashes[: self._ask.estimate.num_prompt_tokens // chain.block_size])
 
 
 class Turns:
@@ -275,29 +50,21 @@ class Turns:
         *,
         replicas: Replicas,
         retention: Retention,
-        tokenizer: Tokenizer,
-        chat: ChatFormat,
         namespaces: Namespaces,
         canonicaliser: Canonicaliser,
-        clock: Callable[[], float],
+        commits: Commits,
         new_id: Callable[[], str],
-        log: TurnLog,
-        wall_clock: Callable[[], float],
-        stored: StoredSessions | None = None,
-        capture: Capture | None = None,
     ) -> None:
         self.replicas = replicas
         self.retention = retention
-        self.tokenizer = tokenizer
-        self.chat = chat
-        self._places = Places(tokenizer, chat, canonicaliser)
         self.namespaces = namespaces
-        self.stored = stored
-        self.capture = capture
-        self.log = log
-        self.clock = clock
-        self.wall_clock = wall_clock
+        self.commits = commits
+        self.stored = commits.stored
+        self.tokenizer = commits.tokenizer
+        self.chat = commits.chat
+        self.clock = commits.clock
         self.new_id = new_id
+        self._places = Places(self.tokenizer, self.chat, canonicaliser)
 
     @asynccontextmanager
     async def turn(
@@ -313,33 +80,23 @@ class Turns:
         With `onto`, the conversation holds only what follows that node.
         """
         times = Times(self.clock())
-        named = namespace.sessions.get(identity.session) if identity.session is not None else None
-        recall = Recall(self.stored, namespace, identity) if self.stored is not None else None
-        place = await self._places.find(conversation, namespace.ledger, onto, named, recall)
+        place = await self._match(conversation, identity, namespace, onto)
         session = namespace.resolve(identity, place.matched, self.clock(), self.new_id)
         namespace.own(place.node, session)
         session.running += 1
         try:
-            relation = session.relation(place.matched, more=place.more, foreign=place.foreign)
-            replica = self.replicas.place(session, self.prompt(session, place))
-            await replica.caught_up()
-            request, estimate = self._request(replica, session, namespace, place, options)
-            known = replica.books.num_known_blocks(estimate)
-            computed = await replica.twins.wait(estimate.hashes, known)
-            if computed > known:
-                request, estimate = self._request(replica, session, namespace, place, options)
-            resident = estimate.predicted or 0
-            ask = Ask(replica, session, namespace, place, relation, estimate, request, options, identity.is_last)
-            start = max(computed, replica.books.num_known_blocks(estimate))
+            ask, num_known_blocks = await self._predict(session, namespace, place, options, is_last=identity.is_last)
+            replica, estimate = ask.replica, ask.estimate
             queued = self.clock()
             with (
-                replica.running(estimate.num_prompt_tokens - resident) as running,
-                replica.twins.computing(request.request_id, estimate.hashes, start),
+                replica.running(estimate.num_uncached_tokens) as running,
+                replica.twins.computing(ask.request.request_id, estimate.hashes, num_known_blocks),
             ):
                 async with self.retention.admitted(ask) as life:
                     times.granted = self.clock()
                     if times.granted - queued > _STALE_SECONDS:
-                        ask = replace(ask, estimate=self.estimate(replica, session, place))
+                        estimate = self.replicas.estimate(replica, place.lay_out(session.prompt), place.twin_end)
+                        ask = replace(ask, estimate=estimate)
                     turn = Turn(self, ask, times, life, running)
                     try:
                         yield turn
@@ -357,30 +114,40 @@ class Turns:
         namespace.ledger.release(place.node)
         return place.node.end + len(place.open_ids)
 
-    def prompt(self, session: Session, place: Place) -> FlatPrompt:
-        """The session's prompt, brought to where the turn begins."""
-        prompt = session.prompt
-        prompt.move_to(place.node)
-        prompt.extend(place.open_ids)
-        return prompt
+    async def _match(self, conversation: Conversation, identity: Identity, namespace: Namespace, onto: Node | None) -> Place:
+        """Steps 1 and 2: where the prompt stands in the ledger, which then holds all of it."""
+        named = namespace.sessions.get(identity.session) if identity.session is not None else None
+        recall = Recall(self.stored, namespace, identity) if self.stored is not None else None
+        return await self._places.find(conversation, namespace.ledger, onto, named, recall)
 
-    def estimate(self, replica: Replica, session: Session, place: Place) -> Estimate:
-        """What is known of the prompt now."""
-        prompt = self.prompt(session, place)
-        return replica.books.estimate(prompt, place.twin_end, other_replica=self.replicas.resident_elsewhere(replica, prompt))
+    async def _predict(
+        self, session: Session, namespace: Namespace, place: Place, options: TurnOptions, *, is_last: bool
+    ) -> tuple[Ask, int]:
+        """Step 3, once nobody else computes the same head; what is asked of which engine, and the first block that it has to compute."""
+        relation = session.relation(place.matched, more=place.more, foreign=place.foreign)
+        replica = self.replicas.place(session, place.lay_out(session.prompt))
+        await replica.caught_up()
+        estimate = self.replicas.estimate(replica, place.lay_out(session.prompt), place.twin_end)
+        request = self._request(replica, session, namespace, place, options)
+        known = replica.books.num_known_blocks(estimate)
+        computed = await replica.twins.wait(estimate.hashes, known)
+        if computed > known:
+            estimate = self.replicas.estimate(replica, place.lay_out(session.prompt), place.twin_end)
+            known = max(computed, replica.books.num_known_blocks(estimate))
+        return Ask(replica, session, namespace, place, relation, estimate, request, options, is_last), known
 
-    def _request(
-        self, replica: Replica, session: Session, namespace: Namespace, place: Place, options: TurnOptions
-    ) -> tuple[GenerateRequest, Estimate]:
-        """Step 3, and the request for step 5."""
-        estimate = self.estimate(replica, session, place)
-        prompt = session.prompt
+    def _request(self, replica: Replica, session: Session, namespace: Namespace, place: Place, options: TurnOptions) -> GenerateRequest:
+        """The request for step 5; the session's prompt stands where the turn begins. Raises ContextTooLong, and what `sampling_of` does."""
+        num_prompt_tokens, max_model_len = len(session.prompt.ids), replica.engine.info.max_model_len
         sampling = sampling_of(options, self.chat, place.node.head.tools)
-        request = GenerateRequest(
+        room = max_model_len - num_prompt_tokens
+        if room < 1:
+            raise ContextTooLong(num_prompt_tokens, max_model_len)
+        return GenerateRequest(
             request_id=self.new_id(),
-            prompt_json=prompt.json,
-            num_prompt_tokens=len(prompt.ids),
-            max_tokens=self._max_tokens(replica, len(prompt.ids), options.max_tokens),
+            prompt_json=session.prompt.json,
+            num_prompt_tokens=num_prompt_tokens,
+            max_tokens=room if options.max_tokens is None else min(options.max_tokens, room),
             sampling=sampling.fields,
             session_id=session.id,
             priority=options.priority,
@@ -389,11 +156,74 @@ class Turns:
             logprobs=options.logprobs,
             constrains_reasoning=sampling.constrained,
         )
-        return request, estimate
 
-    def _max_tokens(self, replica: Replica, num_prompt_tokens: int, wanted: int | None) -> int:
-        max_model_len = replica.engine.info.max_model_len
-        room = max_model_len - num_prompt_tokens
-        if room < 1:
-            raise ContextTooLong(num_prompt_tokens, max_model_len)
-        return room if wanted is None else min(wanted, room)
+
+class Turn:
+    """A turn that holds its ticket. Iterate `deltas` once; then `outcome` is set."""
+
+    def __init__(self, turns: Turns, ask: Ask, times: Times, life: Life, running: Running) -> None:
+        self._turns = turns
+        self._others: list[Turn] = []
+        self._num_reasoning_tokens = 0
+        self.outcome: Outcome | None = None
+        self.plan = plan_of(ask)
+        self._parser = turns.chat.parser(ask.place.node.head.tools)
+        # Last: from here on there is something to give back.
+        self._generation = Generation(ask, times, life, running, turns.replicas, turns.clock)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return len(self._generation.ids)
+
+    async def deltas(self, stop: tuple[str, ...] = ()) -> AsyncGenerator[list[Delta], None]:
+        """Step 5: what the model says, as it says it; the engine's request is aborted if the iteration is closed early."""
+        cutter = StopCutter(stop)
+        num_top = self._generation.ask.request.logprobs
+        trail = None if num_top is None else LogprobTrail(self._turns.tokenizer, num_top, cut=bool(stop))
+        async with aclosing(self._generation.chunks()) as chunks:
+            async for chunk in chunks:
+                parsed = self._parser.feed(chunk.ids) if trail is None else trail.feed(chunk, self._parser)
+                if parsed and isinstance(parsed[0], ReasoningDelta):
+                    self._num_reasoning_tokens += len(chunk.ids)
+                shown = cutter.feed(parsed)
+                if shown:
+                    yield shown if trail is None else trail.attach(shown)
+        shown = cutter.finish(self._parser.finish())
+        kept = self._commit(cutter.item(self._parser.item()), has_hidden=cutter.has_cut)
+        if kept is not None and self._turns.stored is not None:
+            await self._turns.stored.settled(kept)  # before the client can send the next turn to another server
+        if shown:
+            yield shown if trail is None else trail.attach(shown)
+
+    def abandon(self) -> None:
+        """Commit what was generated before the turn broke off. Does nothing more after a whole turn."""
+        for other in self._others:
+            other.abandon()
+        self._generation.end()
+        if self.outcome is None and self._generation.ids:
+            self._parser.finish()
+            self._commit(self._parser.item())
+
+    def another(self, number: int) -> Turn:
+        """Another answer to the same prompt, the `number`-th; to be made once the engine has computed that. Ends when this turn does."""
+        mine, now = self._generation, self._turns.clock()
+        ask, prompt = mine.ask, mine.prompt
+        sampling = dict(ask.request.sampling)
+        if isinstance(seed := sampling.get("seed"), int):
+            sampling["seed"] = seed + number  # as vLLM does
+        ask = replace(
+            ask,
+            relation=Relation(TurnKind.RETRY, len(prompt.ids), len(prompt.ids)),
+            estimate=ask.replica.books.estimate(prompt),
+            request=replace(ask.request, request_id=self._turns.new_id(), sampling=sampling),
+            options=replace(ask.options, answer_id=None, since=None),
+        )
+        turn = Turn(self._turns, ask, Times(now, now), mine.life, mine.running)
+        self._others.append(turn)
+        return turn
+
+    def _commit(self, item: AssistantItem, *, has_hidden: bool = False) -> asyncio.Future[bool] | None:
+        """Step 6; when the session is stored for other servers."""
+        answer = Answer(item, has_hidden, self._parser.open_call, self._num_reasoning_tokens)
+        self.outcome, kept = self._turns.commits.commit(self._generation, self.plan, answer)
+        return kept

@@ -2,7 +2,7 @@
 
     python -m benchmarks.cases [--quick]
 
-A kind passes when each of its tests that ran passed, at least one ran, and nothing of it is open (`tests/cases.py`). A quick run takes one
+A kind passes when each of its tests that ran passed, at least one ran, and nothing of it is open (`fault_cases.py`). A quick run takes one
 test of each kind with its first parameters, none that needs the real engine, and a slow one only where there is no other. It runs two
 processes beside each other, as many of its tests wait.
 """
@@ -21,8 +21,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from benchmarks.fault_cases import CASES, CaseTest, case_tests
 from benchmarks.report import REPOSITORY
-from tests.cases import CASES, CaseTest, case_tests
 
 LIMIT_SECONDS = 1200.0
 QUICK_PROCESSES = 2
@@ -34,7 +34,7 @@ class CasesFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CasesResult:
-    """Labels of `tests.cases.CASES`; each is in exactly one of the four."""
+    """Labels of `fault_cases.CASES`; each is in exactly one of the four."""
 
     passed: tuple[str, ...]
     failed: tuple[str, ...]

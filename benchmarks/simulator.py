@@ -6,18 +6,16 @@ needs vLLM. Speed is CPU time on one core. With `--traces` the sessions are thos
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import multiprocessing
 import resource
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -26,22 +24,16 @@ from benchmarks.contenders import ContenderFailed
 from benchmarks.live_rung import LiveRung, live_rung
 from benchmarks.public_simulator import PUBLIC, SideBySide, side_by_side
 from benchmarks.report import Options, Result, Row
+from benchmarks.rungs import extents_against_blocks, extents_against_vllm
 from benchmarks.tuned_arms import TunedArm, figures_of, said_of, tuned_arms
 from replays.generator import GeneratorSettings, generate_sessions
-from replays.simulator.cost import CostModel
-from replays.simulator.engine import Engine
 from replays.simulator.grid import ENDS
 from replays.simulator.loop import LoopOptions
-from replays.simulator.pool import BlockPool
 from replays.simulator.published import RUNS, compare, read_record
 from replays.simulator.run import SimulationOptions, simulate
 from replays.simulator.scripts import Script
 from replays.simulator.workload import Reading, read_workload
 from replays.traces import Session, TraceSet
-from tests import test_simulator_pool as pool_rung
-from tests import test_simulator_vllm as vllm_rung
-from tests.block_reference import BlockByBlock
-from tests.simulated_requests import timed_requests
 
 POLICIES = ("lru", "dead_first", "class_hazard")
 CAPACITY_TOKENS = 6_264_960
@@ -105,52 +97,6 @@ def _generated(folder: Path, num_sessions: int) -> Path:
     with path.open("wb") as file:
         file.writelines(msgspec.json.encode(session) + b"\n" for session in generate_sessions(GeneratorSettings(num_sessions, 7)))
     return path
-
-
-def extents_against_blocks(num_seeds: int) -> dict[str, int]:
-    """Requests that hit, end or are preempted otherwise than in a pool that goes block by block."""
-    wrong = total = 0
-    cost = CostModel(1.0, 0.0, 0.0, 0.0)
-    for base in (pool_rung.PLAIN, pool_rung.EAGLE):
-        for num_blocks in (1_000, 320, 200):
-            for seed in range(num_seeds):
-                settings = replace(base, num_blocks=num_blocks)
-                ours = pool_rung.outcome(
-                    pool_rung.play(Engine(settings, pool_rung.extents(num_blocks), cost), pool_rung.workload(seed, num_blocks))
-                )
-                blocks = cast(BlockPool, BlockByBlock(num_blocks))
-                theirs = pool_rung.outcome(pool_rung.play(Engine(settings, blocks, cost), pool_rung.workload(seed, num_blocks)))
-                wrong += sum(ours[number] != theirs[number] for number in theirs)
-                total += len(theirs)
-    return {"extents_against_blocks": wrong, "extents_against_blocks_requests": total}
-
-
-def extents_against_vllm(folder: Path) -> dict[str, int]:
-    """Requests that hit, end or are preempted otherwise than in vLLM's own scheduler; nothing where vLLM is not installed."""
-    if importlib.util.find_spec("vllm") is None:
-        return {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        side = importlib.import_module("benchmarks.vllm_scheduler")
-        wrong = total = 0
-        for options in vllm_rung.OPTIONS.values():
-            for num_blocks, num_sessions, load in vllm_rung.CASES.values():
-                differing, requests = _one_case(side, replace(options, num_blocks=num_blocks), num_sessions, load, folder)
-                wrong += differing
-                total += requests
-    return {"extents_against_vllm": wrong, "extents_against_vllm_requests": total}
-
-
-def _one_case(side: Any, options: Any, num_sessions: int, load: Mapping[str, Any], folder: Path) -> tuple[int, int]:
-    most = options.num_blocks * options.block_size - 200
-    made = timed_requests(num_sessions=num_sessions, block_size=options.block_size, **load)
-    requests = [request for request in made if len(request.token_ids) + request.num_output_tokens < most]
-    ours, theirs = vllm_rung.replay_both(side, requests, options, folder)
-    wrong = 0
-    for number, request in ours.requests.items():
-        mine = (request.num_hit_blocks * options.block_size, request.finished, request.num_preemptions)
-        wrong += mine != (theirs.num_hit_tokens[number], theirs.finished_at[number], theirs.preemptions[number])
-    return wrong, len(requests)
 
 
 def _speed(scripts: Sequence[Script], policy: str) -> Speed:

@@ -24,10 +24,10 @@ from agentserve.cli import build_cli
 from agentserve.doctor.table import DOCTOR_CHECKS
 from agentserve.identity import BODY_FIELDS, IDENTITY_HEADERS, HeaderRow
 from agentserve.serve_command import settings_page
+from benchmarks.fault_cases import CASES, held_by
 from replays.simulator.profile_command import cells
 from replays.simulator.profile_command import summary as points_summary
 from replays.simulator.published import read_record
-from tests.cases import CASES, held_by
 
 ROOT = Path(__file__).parents[1]
 SETTINGS_PAGE = ROOT / "docs" / "reference" / "settings.md"

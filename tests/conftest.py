@@ -14,10 +14,10 @@ from types import ModuleType
 import pytest
 
 from agentserve.engines.vllm_command import EmbeddedOptions
+from benchmarks.fault_cases import ENGINE_FIXTURES
 from model.chat.minimax_m3 import MiniMaxM3Format
 from model.nano import make_nano, nano_is_complete
 from model.tokenizer import Tokenizer
-from tests.cases import ENGINE_FIXTURES
 from tests.processes import adopt_orphans, descendants, wait_until
 from tests.real_engine import CACHE_FOLDER, RealEngine, real_engine
 from tests.scripted import assert_nothing_is_held

@@ -18,8 +18,8 @@ from prefix_cache.captured import CapturedTurn, CaptureHeader, IdDeltas, IdSums
 from replays.formats import open_traces
 from replays.generator import GeneratorSettings, generate_sessions
 from replays.plan import plan_session
-from replays.simulator.engine import EngineRequest
 from replays.simulator.loop import LoopOptions
+from replays.simulator.requests import EngineRequest
 from replays.simulator.run import Simulation, SimulationOptions
 from replays.simulator.server import Call
 from replays.simulator.workload import Reading, Workload, read_workload
@@ -45,7 +45,7 @@ def capturing(upstream: Upstream, model_folder: Path, tmp_path: Path) -> Iterato
 
 def captured(served: Served, folder: Path, num_lines: int) -> list[Session]:
     """The sessions of the capture when so many lines have been written."""
-    capture = served.server.turns.capture
+    capture = served.server.turns.commits.capture
     assert capture is not None
     assert wait_until(lambda: capture.counts.written >= num_lines, seconds=5)
     return list(open_traces(folder).checked())

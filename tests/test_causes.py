@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentserve.cache import CacheBooks
-from agentserve.ledger import Node
+from agentserve.nodes import Node
 from agentserve.prompt import FlatPrompt
 from agentserve.sessions import Relation, Session, TurnKind
 from model.conversation import Head

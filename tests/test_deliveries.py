@@ -28,6 +28,8 @@ BODY: dict[str, Any] = {"messages": ASK}
 STREAM: dict[str, Any] = {"messages": ASK, "stream": True, "stream_options": {"include_usage": True}}
 RETRY = {"x-stainless-retry-count": "1"}
 FIRST = {"x-stainless-retry-count": "0"}
+NAMED = {"x-agentserve-session": "task"}
+APPEND = {**NAMED, "x-agentserve-append": "true"}
 SLOW = Script(say="one two three four five six seven eight", itl_seconds=0.1)
 PATHS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": ASK},
@@ -171,6 +173,30 @@ async def test_answers_never_cross_keys_sessions_or_routes(upstream: Upstream, m
         assert answered["x-agentserve-retry"] == "repeated"
     marks = {mark_of({}, space, path, session, b"x").key for space in "ab" for path in "cd" for session in (None, "e")}
     assert len(marks) == 8
+
+
+async def test_the_same_messages_as_a_history_and_appended_are_two_requests(served: Served, upstream: Upstream) -> None:
+    for headers in (NAMED, APPEND):
+        lost = await post(f"{served.url}/v1/chat/completions", BODY, headers)
+        answered, text = await again(served, BODY, **headers)
+        assert (answered["x-agentserve-retry"], msgspec.json.decode(text)) == ("repeated", lost.body)
+    _, text = await again(served, BODY, **NAMED)
+    assert msgspec.json.decode(text)["id"] != lost.body["id"]
+    assert len(asked(upstream)) == 2
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+async def test_what_is_appended_again_follows_what_it_followed_before(served: Served, upstream: Upstream, path: str) -> None:
+    url, body = served.url + path, PATHS[path]
+    upstream.script(Script(say="Go on."), Script(say="partly " * 50, error_after_chunks=2), Script(say="well"), Script(say="more"))
+    await post(url, body, NAMED)
+    broken = await post(url, body, APPEND)
+    second = await post(url, body, {**APPEND, **RETRY})
+    assert (broken.status, second.status, second.headers["x-agentserve-turn"]) == (502, 200, "retry")
+    assert asked(upstream)[2].prompt_ids == asked(upstream)[1].prompt_ids
+    third = await post(url, body, APPEND)
+    assert third.headers["x-agentserve-turn"] == "exact", "who asks without the mark goes on from the latest answer"
+    assert len(asked(upstream)[3].prompt_ids) > len(asked(upstream)[2].prompt_ids)
 
 
 async def test_a_failure_is_not_repeated(served: Served, upstream: Upstream) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from agentserve.divergence import Difference, divergence
-from agentserve.ledger import Ledger, Node
+from agentserve.ledger import Ledger
+from agentserve.nodes import Node
 from model.conversation import AssistantItem, Head, Item, ToolCall, UserItem
 from tests.serving import Served, chat, serving
 from tests.upstream import Script, Upstream

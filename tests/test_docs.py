@@ -39,6 +39,7 @@ from agentserve.server import Server
 from agentserve.sessions import TurnKind
 from agentserve.settings import flag, leaves, load
 from benchmarks.__main__ import BENCHMARKS
+from benchmarks.fault_cases import CASES, held_by
 from docs.__main__ import LISTED, PARTS, ROOT, TREE, pages, written
 from model.chat.formats import detect_chat_format
 from model.conversation import AssistantItem
@@ -48,7 +49,6 @@ from prefix_cache.mirror import Mirror
 from prefix_cache.tiers.offload import Offload
 from prefix_cache.tiers.ranks import RankLookups
 from replays.report import Percentiles, Report, WarmupReport
-from tests.cases import CASES, held_by
 
 REFERENCE = ROOT / "docs" / "reference"
 CONCEPTS = ROOT / "docs" / "concepts"

@@ -10,7 +10,8 @@ import pytest
 
 from agentserve.canonical.canonicaliser import choose
 from agentserve.heads import HeadBreak, changed_tools, head_break
-from agentserve.ledger import Ledger, Node
+from agentserve.ledger import Ledger
+from agentserve.nodes import Node
 from model.conversation import Head, Tool
 from tests.serving import Served, chat, serving
 from tests.upstream import Upstream

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from agentserve.canonical.canonicaliser import Form
-from agentserve.ledger import MAX_CHAINS, Ledger, Node, common_ancestor
+from agentserve.ledger import MAX_CHAINS, Ledger
+from agentserve.nodes import Node, common_ancestor
 from agentserve.prompt import FlatPrompt, ids_json
 from model.conversation import AssistantItem, Head, Item, Json, SystemItem, ToolCall, ToolResultItem, UserItem, canonical_json
 from prefix_cache.blocks import HashChain

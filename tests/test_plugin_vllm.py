@@ -17,8 +17,8 @@ from agentserve.engines.plugin import control
 from agentserve.engines.plugin.options import SCHEDULER, SECTION, PluginOptions, transfer_config
 from agentserve.engines.plugin.supported import PluginUnsupported
 from agentserve.engines.plugin.wire import PluginState, SessionHint, TurnHints, read_state, xargs
+from benchmarks.timed_requests import TimedRequest, timed_requests
 from replays.simulator.options import EngineOptions
-from tests.simulated_requests import TimedRequest, timed_requests
 
 if TYPE_CHECKING:
     from agentserve.engines.plugin.ordering import Ordering

@@ -17,15 +17,16 @@ from agentserve.engines.kv_events import KvEventSubscriber
 from agentserve.engines.vllm import VllmEngine
 from agentserve.engines.vllm_wire import COMPLETIONS, GENERATE, Route
 from agentserve.errors import EngineRefused
+from benchmarks.block_by_block import BlockByBlock
 from prefix_cache.blocks import HashChain
 from prefix_cache.mirror import Mirror
 from replays.sim_engine.app import ServeOptions, SimulatedServer, simulated_server
 from replays.sim_engine.chains import TokenChains
 from replays.sim_engine.events import TOPIC
 from replays.simulator.cost import StepWork
-from replays.simulator.engine import Engine, EngineRequest
+from replays.simulator.engine import Engine
 from replays.simulator.pool import Use
-from tests.block_reference import BlockByBlock
+from replays.simulator.requests import EngineRequest
 from tests.serving import chat, serving
 
 pytestmark = pytest.mark.anyio

@@ -16,6 +16,7 @@ from admission.policies import ADMISSION_POLICIES
 from admission.requests import Limits
 from admission.returns import ReturnModel
 from admission.tickets import TicketBook
+from benchmarks.timed_requests import TimedRequest, timed_requests
 from model.m3.config import MINIMAX_M3
 from model.m3.dtypes import Dtype
 from model.m3.kv import CacheGeometry
@@ -23,18 +24,18 @@ from model.m3.sharding import Shard
 from replays.simulator.chains import Branch
 from replays.simulator.clock import Clock
 from replays.simulator.cost import CostModel
-from replays.simulator.engine import Engine, EngineRequest
+from replays.simulator.engine import Engine
 from replays.simulator.handover import Handover, plan_reads
 from replays.simulator.lives import Lives
 from replays.simulator.options import EngineOptions
 from replays.simulator.outcomes import Outcome
 from replays.simulator.placement import PLACEMENTS, Placement, in_turn
 from replays.simulator.pool import BlockPool
+from replays.simulator.requests import EngineRequest
 from replays.simulator.run import SimulationOptions, limits_of
 from replays.simulator.server import Call, Server
 from replays.simulator.tier_part import TierPart
 from replays.simulator.tiers import CpuTier, TierOptions
-from tests.simulated_requests import TimedRequest, timed_requests
 
 SIZE = 16
 COST = CostModel(0.2, 0.0, 0.0, 0.01)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from agentserve.canonical.canonicaliser import NO_FORM
 from agentserve.identity import Identity
-from agentserve.ledger import Node
+from agentserve.nodes import Node
 from agentserve.sessions import Namespace, Session
 from agentserve.state.branches import Written, branches, encode, graft, leads, unwritten
 from agentserve.state.codec import Damaged, Mark, decode, decode_mark, encode_mark, pack_ids, unpack_ids

@@ -6,20 +6,21 @@ ignored, as the API does; wrong types are refused with the path of the field.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
 import xxhash
 
 from agentserve.conversation import Onto, TurnOptions, running_digests
-from agentserve.dialects.json_body import MAX_DEPTH, decode_body, decode_part, decode_parts, is_deep
+from agentserve.dialects.calls import in_call_order
+from agentserve.dialects.chat_message import Message, item_of, text_of
+from agentserve.dialects.json_body import decode_body, decode_part, decode_parts
 from agentserve.dialects.known_bodies import BodyScan, KnownBodies
 from agentserve.dialects.logprob_form import num_top
 from agentserve.dialects.sampling import SamplingFields, sampling
 from agentserve.dialects.tool_choice import openai_tool_choice
 from agentserve.errors import InvalidRequest, Unsupported
-from model.conversation import AssistantItem, Head, Item, Json, SystemItem, Tool, ToolCall, ToolResultItem, UserItem
+from model.conversation import AssistantItem, Head, Item, Json, Tool, ToolCall, ToolResultItem
 
 T = TypeVar("T")
 HEAD_ROLES = ("system", "developer")
@@ -51,31 +52,6 @@ class ChatRequest(SamplingFields, kw_only=True):
     response_format: dict[str, Any] | None = None
 
 
-class Part(msgspec.Struct):
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-
-
-class CalledFunction(msgspec.Struct):
-    name: str
-    arguments: str | dict[str, Any] | None = None
-
-
-class CallForm(msgspec.Struct):
-    function: CalledFunction
-    id: str | None = None
-
-
-class Message(msgspec.Struct):
-    role: str
-    content: str | list[Part] | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    tool_calls: list[CallForm] | None = None
-    tool_call_id: str | None = None
-
-
 class Role(msgspec.Struct):
     role: str
 
@@ -96,7 +72,6 @@ _message = msgspec.json.Decoder(Message)
 _messages = msgspec.json.Decoder(list[Message])
 _role = msgspec.json.Decoder(Role)
 _tools = msgspec.json.Decoder(list[ToolForm] | None)
-_object = msgspec.json.Decoder(dict[str, Any])
 
 
 def parse(body: bytes) -> ChatRequest:
@@ -239,7 +214,7 @@ class ChatConversation:
 
     def head(self) -> Head:
         """The leading system texts, joined by a blank line, and the tools."""
-        texts = [_text(_decode(_message, raw, i), i) for i, raw in enumerate(self._messages[: self._num_head])]
+        texts = [text_of(_decode(_message, raw, i), i) for i, raw in enumerate(self._messages[: self._num_head])]
         return Head("\n\n".join(text for text in texts if text), self.tools())
 
     def tools(self) -> tuple[Tool, ...]:
@@ -264,12 +239,12 @@ class ChatConversation:
         calls = self._calls_before(base + start)
         for index, message in enumerate(self._read(base + start), base + start):
             if message.role in TOOL_ROLES:
-                results.append(ToolResultItem(message.tool_call_id or "", _text(message, self._num_before + index)))
+                results.append(ToolResultItem(message.tool_call_id or "", text_of(message, self._num_before + index)))
                 continue
             if results:
                 steps.append((index - base, list(in_call_order(results, calls))))
                 results = []
-            item = _item(message, self._num_before + index)
+            item = item_of(message, self._num_before + index)
             if isinstance(item, AssistantItem):
                 calls = item.calls
             steps.append((index - base + 1, [item]))
@@ -283,68 +258,8 @@ class ChatConversation:
             return self._calls
         if self._at(index - 1, _role).role != "assistant":
             return ()
-        item = _item(self._at(index - 1, _message), self._num_before + index - 1)
+        item = item_of(self._at(index - 1, _message), self._num_before + index - 1)
         return item.calls if isinstance(item, AssistantItem) else ()
-
-
-def in_call_order(results: Sequence[ToolResultItem], calls: Sequence[ToolCall]) -> list[ToolResultItem]:
-    """Results sorted as their calls stand; those of unknown calls keep their relative place behind the known ones."""
-    order: dict[str, int] = {}
-    for index, call in enumerate(calls):
-        order.setdefault(call.id, index)
-    return sorted(results, key=lambda result: order.get(result.call_id, len(order)))
-
-
-def _item(message: Message, index: int) -> Item:
-    match message.role:
-        case "user":
-            return UserItem(_text(message, index))
-        case "system" | "developer":
-            return SystemItem(_text(message, index))
-        case "assistant":
-            reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
-            return AssistantItem(_text(message, index), reasoning, tuple(_call(call) for call in message.tool_calls or ()))
-    raise InvalidRequest(
-        f"messages[{index}].role {message.role!r} is not known: use system, developer, user, assistant or tool",
-        param=f"messages[{index}].role",
-    )
-
-
-def _call(form: CallForm) -> ToolCall:
-    arguments = form.function.arguments
-    if isinstance(arguments, str):
-        arguments = parse_arguments(arguments)
-    return ToolCall(form.id or "", form.function.name, arguments if arguments is not None else {})
-
-
-def parse_arguments(text: str) -> dict[str, Json] | str:
-    """A call's argument text as an object; the text itself where it is not one, or too deep. Empty text is no arguments."""
-    if not text or text.isspace():
-        return {}
-    if len(text) > 2 * MAX_DEPTH and is_deep(text.encode("utf-8", "surrogatepass")):
-        return text
-    try:
-        return _object.decode(text)
-    except (msgspec.DecodeError, UnicodeEncodeError):
-        return text
-
-
-def _text(message: Message, index: int) -> str:
-    content = message.content
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    texts = []
-    for part in content:
-        if part.type == "refusal":
-            texts.append(part.refusal or "")
-        elif part.type in ("text", "input_text", "output_text"):
-            texts.append(part.text or "")
-        else:
-            at = f"messages[{index}].content"
-            raise Unsupported(f"{at} holds a part of type {part.type!r}: only text is supported", param=at)
-    return "".join(texts)
 
 
 def _decode(decoder: msgspec.json.Decoder[T], raw: msgspec.Raw, index: int) -> T:

@@ -16,9 +16,9 @@ import msgspec
 import xxhash
 
 from agentserve.conversation import TurnOptions, running_digests
+from agentserve.dialects.calls import in_call_order, parse_arguments
 from agentserve.dialects.json_body import decode_body, decode_part, decode_parts
 from agentserve.dialects.logprob_form import num_top
-from agentserve.dialects.openai_chat import in_call_order, parse_arguments
 from agentserve.dialects.sampling import SamplingFields, sampling
 from agentserve.dialects.tool_choice import openai_tool_choice
 from agentserve.errors import InvalidRequest, Unsupported

@@ -6,16 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from secrets import token_bytes
 
-from agentserve.conversation import Onto
+from agentserve.conversation import APPEND, Onto
+from agentserve.deliveries import Mark
 from agentserve.errors import InvalidRequest, NotFound
 from agentserve.identity import Identity, identify
-from agentserve.ledger import Node
+from agentserve.nodes import Node, common_ancestor
 from agentserve.server import Server
-from agentserve.sessions import Namespace
+from agentserve.sessions import Namespace, Session
 from model.conversation import AssistantItem
-
-APPEND = "x-agentserve-append"
-"""Request header: "true" says that the messages are only those that follow the session's latest answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +35,8 @@ def appends(headers: Mapping[str, str]) -> bool:
     raise InvalidRequest(f"{APPEND} must be true or false, not {said!r}", param=APPEND)
 
 
-async def appending(server: Server, namespace: Namespace, headers: Mapping[str, str]) -> Appending | None:
-    """Where the request's messages go on; None: they are the whole history.
+async def appending(server: Server, namespace: Namespace, headers: Mapping[str, str], mark: Mark | None = None) -> Appending | None:
+    """Where the request's messages go on; None: they are the whole history. `mark`: which request it is, if its answer is to be kept.
 
     Raises InvalidRequest without a session in a header, NotFound for a session that holds nothing.
     """
@@ -51,7 +49,19 @@ async def appending(server: Server, namespace: Namespace, headers: Mapping[str, 
         await server.turns.stored.load(namespace, Identity(session_id), ())
     session = namespace.sessions.get(session_id)
     node = session.tip if session is not None else None
-    if node is None:
+    if session is None or node is None:
         raise NotFound(f"no session {session_id!r} to append to: send the whole history", code="session_not_found")
+    if mark is not None:
+        node = _followed(session, node, mark)
+        session.appended = mark.key, node
     calls = node.shape.calls if isinstance(node.shape, AssistantItem) else ()
     return Appending(node, Onto(token_bytes(16), calls))
+
+
+def _followed(session: Session, tip: Node, mark: Mark) -> Node:
+    """What a request goes on from: one that is sent again from where it went on before, whatever has been generated for it since."""
+    if session.appended is not None and (mark.is_retry or mark.is_named):
+        key, node = session.appended
+        if key == mark.key and common_ancestor(node, tip) is node:
+            return node
+    return tip

@@ -38,7 +38,7 @@ def router(server: Server) -> APIRouter:
 
     @routes.get("/v1/sessions/{session_id:path}/turns")
     async def turns(request: Request, session_id: str) -> Response:
-        kept = server.turns.log.of(find(server, request, session_id))
+        kept = server.turns.commits.log.of(find(server, request, session_id))
         limit, before = _number(request, "limit", DEFAULT_TURNS, MAX_TURNS), _number(request, "before", None, None)
         page = [record for record in kept if before is None or record.number < before]
         shown = page[-limit:] if limit is not None else page

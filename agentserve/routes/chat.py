@@ -33,7 +33,8 @@ def router(server: Server) -> APIRouter:
         namespace = server.namespace(request.headers)
         limits = server.settings.limits
         body = await read_body(request, max_bytes=limits.body_bytes, seconds=limits.body_seconds)
-        after = await appending(server, namespace, request.headers)
+        mark = mark_of(request.headers, namespace.name, request.url.path, identify(request.headers).session, body)
+        after = await appending(server, namespace, request.headers, mark)
         if after is not None:
             chat = parse(body)
             conversation = ChatConversation(chat, onto=after.onto)
@@ -52,7 +53,6 @@ def router(server: Server) -> APIRouter:
             else None
         )
         media = MediaChat(messages, conversation.whole().tools()) if messages is not None else None
-        mark = mark_of(request.headers, namespace.name, request.url.path, identity.session, body)
         onto = after.node if after is not None else None
         asked = TurnRequest(conversation, wanted, identity, bool(chat.stream), started, onto, choices, mark, media)
         return answer(server, namespace, asked, writer)

@@ -38,7 +38,7 @@ def router(server: Server) -> APIRouter:
         body, messages = await read(request)
         identity = grouped(identify(request.headers, body_session(messages)), client_session(messages) or messages.prompt_cache_key)
         mark = mark_of(request.headers, namespace.name, request.url.path, identity.session, body)
-        after = await appending(server, namespace, request.headers)
+        after = await appending(server, namespace, request.headers, mark)
         conversation = MessagesConversation(messages, after.onto if after is not None else None)
         whole = server.passes_through
         may_hold = after is None and (whole or hints_at_media(body, MESSAGES_TYPES))

@@ -13,6 +13,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from agentserve.body import read_body
+from agentserve.conversation import APPEND
 from agentserve.deliveries import mark_of
 from agentserve.dialects.media_forms import responses_media
 from agentserve.dialects.responses import ResponsesConversation, ResponsesRequest, input_items, item_references, options, parse
@@ -24,7 +25,7 @@ from agentserve.headers import json_response
 from agentserve.identity import grouped, identify
 from agentserve.media import MediaChat
 from agentserve.plans import Plan
-from agentserve.routes.appending import APPEND, appends
+from agentserve.routes.appending import appends
 from agentserve.routes.run import TurnRequest, answer
 from agentserve.server import Server
 from agentserve.sessions import Namespace

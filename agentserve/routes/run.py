@@ -19,8 +19,8 @@ from agentserve.errors import AgentserveError, EngineUnavailable
 from agentserve.exchange import Exchange, Sink
 from agentserve.headers import EVENT_STREAM, JSON, plan_headers, write_json
 from agentserve.identity import Identity
-from agentserve.ledger import Node
 from agentserve.media import MediaChat, MediaTurn
+from agentserve.nodes import Node
 from agentserve.plans import Outcome, Plan
 from agentserve.routes.choices import generate_choices
 from agentserve.server import Server

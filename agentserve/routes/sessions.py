@@ -37,8 +37,8 @@ def router(server: Server) -> APIRouter:
         if found is not None:
             namespace.forget(found)
             server.turns.retention.end_said(namespace, session_id)
-            if server.turns.capture is not None:
-                server.turns.capture.end(session_id, namespace.name)
+            if server.turns.commits.capture is not None:
+                server.turns.commits.capture.end(session_id, namespace.name)
         was_stored = stored is not None and await stored.delete(namespace, session_id)
         if found is None and not was_stored:
             raise _unknown(session_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from agentserve.ledger import Node
+from agentserve.nodes import Node
 from agentserve.sessions import MAX_TIPS, Namespace, Session
 from agentserve.state.codec import StoredNode, encode_node, key_of
 

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from agentserve.ledger import NO_NOTES, NOTE, Node
+from agentserve.nodes import NO_NOTES, NOTE, Node
 from model.conversation import AssistantItem, Head, Item, SystemItem, Tool, ToolCall, ToolResultItem, UserItem
 
 SCHEMA = 1

@@ -7,7 +7,7 @@ from itertools import islice
 
 from agentserve.conversation import Conversation
 from agentserve.identity import Identity
-from agentserve.ledger import Node
+from agentserve.nodes import Node
 from agentserve.sessions import Namespace
 from agentserve.state.stored import StoredSessions
 from model.conversation import AssistantItem, Item

@@ -17,7 +17,7 @@ import structlog
 import xxhash
 
 from agentserve.identity import Identity
-from agentserve.ledger import Node
+from agentserve.nodes import Node
 from agentserve.prompt import FlatPrompt
 from agentserve.sessions import Namespace, Session
 from agentserve.state.branches import Encoded, Written, branches, encode, graft, leads, unwritten

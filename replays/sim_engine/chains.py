@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 
 from prefix_cache.blocks import BlockHash, HashChain
 from prefix_cache.events import BlockRemoved, BlockStored, Event
-from replays.simulator.chains import Branch
+from replays.simulator.chains import Branch, Path
 from replays.simulator.pieces import PooledExtent
-from replays.simulator.pool import Path
 
 _WIRE_BYTES = 8
 _CLEAN_EVERY = 256

@@ -21,9 +21,10 @@ from prefix_cache.events import Event
 from replays.sim_engine.answers import Said
 from replays.sim_engine.chains import TokenChains
 from replays.simulator.cost import Profile
-from replays.simulator.engine import Engine, EngineRequest
+from replays.simulator.engine import Engine
 from replays.simulator.options import EngineOptions
 from replays.simulator.pool import BlockPool, Use
+from replays.simulator.requests import EngineRequest
 from replays.simulator.steps import Step
 
 OnEvents: TypeAlias = Callable[[list[Event]], Awaitable[None]]

@@ -12,11 +12,10 @@ import numpy as np
 from msgspec import Struct
 
 from admission.eviction.policy import Fate
-from replays.simulator.chains import Branch
+from replays.simulator.chains import Branch, covered
 from replays.simulator.clock import Clock, Rank
-from replays.simulator.engine import EngineRequest
 from replays.simulator.pieces import PooledExtent
-from replays.simulator.pool import covered
+from replays.simulator.requests import EngineRequest
 
 if TYPE_CHECKING:
     from replays.simulator.loop import Loop

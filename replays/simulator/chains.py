@@ -6,8 +6,9 @@ the root of the chain, so a path is (branch, depth) and its ancestors are found 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -61,6 +62,26 @@ class Branch:
         if self._path is None:
             self._path = (self,) if self.parent is None else (*self.parent.path(), self)
         return self._path
+
+
+Path: TypeAlias = Sequence[Branch]
+"""From the root on."""
+
+
+def covered(path: Path, low: int, high: int) -> Iterator[tuple[Branch, int, int]]:
+    """(branch, from, to) of the blocks `low` to `high` of a path, root first."""
+    last = len(path) - 1
+    for index, branch in enumerate(path):
+        end = path[index + 1].start if index < last else high
+        if end >= high:
+            end, last = high, index
+        start = branch.start
+        if start < low:
+            start = low
+        if start < end:
+            yield branch, start, end
+        if index == last:
+            return
 
 
 @dataclass(frozen=True, slots=True)

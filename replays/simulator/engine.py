@@ -18,57 +18,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from replays.simulator.cost import StepCost
+from replays.simulator.kv_manager import KVCacheManager
 from replays.simulator.loads import Loader
 from replays.simulator.options import EngineOptions
-from replays.simulator.pool import BlockPool, Path, Use
+from replays.simulator.pool import BlockPool
+from replays.simulator.requests import MILLI, EngineRequest
 from replays.simulator.steps import EngineCounters, Step, work_of
-
-_MILLI = 1000
-
-
-@dataclass(slots=True, eq=False)
-class EngineRequest:
-    """One request and where it stands. Times are simulated seconds; token counts as in vLLM."""
-
-    id: int
-    path: Path
-    num_prompt_tokens: int
-    num_output_tokens: int
-    use: Use
-    arrived: float = 0.0
-    num_tokens: int = 0
-    """Prompt and what was generated so far."""
-    num_computed_tokens: int = 0
-    num_blocks: int = 0
-    """Physical blocks that it uses."""
-    num_hashed: int = 0
-    """Of these, how many have a hash."""
-    num_drafts: int = 0
-    milli_credit: int = 0
-    """Accepted tokens owed, in thousandths, so that any acceptance length is met exactly in the mean."""
-    num_preemptions: int = 0
-    num_hit_blocks: int = 0
-    """Of the first scheduling; what a preempted request finds again is not counted."""
-    num_resident_blocks: int = 0
-    num_computed_before: int = 0
-    """Blocks of its prompt that some request had computed when it was scheduled first."""
-    num_external_tokens: int = 0
-    is_loaded: bool = False
-    """Its blocks came from elsewhere and wait for it, `num_computed_tokens` of them."""
-    keeps_blocks: bool = False
-    """Others read its blocks after it has ended: they are held until `Engine.release`."""
-    aborted: bool = False
-    """Its client is gone: it ends with the step that is under way."""
-    scheduled: float | None = None
-    first_token: float | None = None
-    finished: float | None = None
-
-    def __post_init__(self) -> None:
-        self.num_tokens = self.num_prompt_tokens
-
-    @property
-    def num_generated(self) -> int:
-        return self.num_tokens - self.num_prompt_tokens
 
 
 @dataclass(eq=False)
@@ -91,8 +46,9 @@ class Engine:
 
     def __post_init__(self) -> None:
         options = self.options
-        self._milli_length = round(options.acceptance_length * _MILLI)
-        assert _MILLI <= self._milli_length <= (options.num_speculative_tokens + 1) * _MILLI
+        self._milli_length = round(options.acceptance_length * MILLI)
+        assert MILLI <= self._milli_length <= (options.num_speculative_tokens + 1) * MILLI
+        self._blocks = KVCacheManager(options, self.pool)
         self._watermark_blocks = int(options.watermark * options.num_blocks)
         self._now = 0.0
 
@@ -111,8 +67,7 @@ class Engine:
         """What `request` waited for has come. Changes state."""
         self.loading.remove(request)
         request.is_loaded = True
-        self._now = now
-        self._commit(request, request.num_computed_tokens // self.options.block_size)
+        self._blocks.commit(request, request.num_computed_tokens, now)
         self.waiting.appendleft(request)
         self.interrupt(now)
 
@@ -120,8 +75,7 @@ class Engine:
         """Every reader of a request that `keeps_blocks` has what it wanted."""
         assert request.keeps_blocks
         assert request.finished is not None
-        self._now = now
-        self._release(request)
+        self._blocks.free(request, now)
 
     def abort(self, request: EngineRequest, now: float) -> None:
         """Its client is gone. A running request ends with the step that is under way, a loading one when its blocks have come."""
@@ -191,7 +145,7 @@ class Engine:
         while index < len(self.running) and budget > 0:
             request = self.running[index]
             num_new = min(request.num_tokens + request.num_drafts - request.num_computed_tokens, budget)
-            while not (fits := self._grow(request, num_new)):
+            while not (fits := self._blocks.grow(request, num_new, self._now)):
                 victim = self.running.pop()
                 self._preempt(victim)
                 preempted = True
@@ -241,15 +195,12 @@ class Engine:
             self._note_hits(request, resident, resident, limit)
             return self._load(request, resident, num_loaded)
         end = hit * size + num_new
-        num_blocks = -(-(end + options.num_speculative_tokens) // size)
-        if num_blocks - hit > spare:
+        if -(-(end + options.num_speculative_tokens) // size) - hit > spare:
             return None
         self._note_hits(request, hit, resident, limit)
-        pool.hold(request.id, request.path, hit, self._now)
-        pool.allocate(num_blocks - hit, self._now)
+        self._blocks.take(request, hit, end + options.num_speculative_tokens, self._now)
         request.num_computed_tokens = hit * size
-        request.num_blocks, request.num_hashed = num_blocks, hit
-        self._commit(request, min(end, request.num_tokens) // size)
+        self._blocks.commit(request, end, self._now)
         return num_new
 
     def _note_hits(self, request: EngineRequest, hit: int, resident: int, limit: int) -> None:
@@ -261,10 +212,8 @@ class Engine:
     def _load(self, request: EngineRequest, hit: int, num_tokens: int) -> int:
         """Hold room for the first `num_tokens` of a request, of which those after its hits are on their way."""
         assert self.loader is not None
-        num_blocks = -(-num_tokens // self.options.block_size)
-        self.pool.hold(request.id, request.path, hit, self._now)
-        self.pool.allocate(num_blocks - hit, self._now)
-        request.num_computed_tokens, request.num_blocks, request.num_hashed = num_tokens, num_blocks, hit
+        self._blocks.take(request, hit, num_tokens, self._now)
+        request.num_computed_tokens = num_tokens
         if not request.num_preemptions:
             request.num_external_tokens = num_tokens - hit * self.options.block_size
         self.on_load(request, self.loader.load(request, hit, num_tokens, self._now))
@@ -272,7 +221,7 @@ class Engine:
 
     def _admit_loaded(self, request: EngineRequest) -> int | None:
         num_new = min(request.num_tokens - request.num_computed_tokens, self._budget)
-        if not self._grow(request, num_new):
+        if not self._blocks.grow(request, num_new, self._now):
             return None
         request.is_loaded = False
         return num_new
@@ -281,36 +230,11 @@ class Engine:
         """Blocks that loading and loaded requests still need for their prompts."""
         if self.loader is None:
             return 0
-        size = self.options.block_size
         held = itertools.chain(self.loading, itertools.takewhile(lambda request: request.is_loaded, self.waiting))
-        return sum(max(0, -(-request.num_tokens // size) - request.num_blocks) for request in held)
-
-    def _grow(self, request: EngineRequest, num_new: int) -> bool:
-        options = self.options
-        end, size = request.num_computed_tokens + num_new, options.block_size
-        if end + options.num_speculative_tokens <= request.num_blocks * size and end < (request.num_hashed + 1) * size:
-            return True  # inside its last block, as nearly always
-        more = -(-(end + options.num_speculative_tokens) // size) - request.num_blocks
-        if more > 0:
-            if more > self.pool.num_free:
-                return False
-            self.pool.allocate(more, self._now)
-            request.num_blocks += more
-        self._commit(request, min(end, request.num_tokens) // size)
-        return True
-
-    def _commit(self, request: EngineRequest, depth: int) -> None:
-        if depth > request.num_hashed:
-            self.pool.commit(request.id, request.path, request.num_hashed, depth, self._now)
-            request.num_hashed = depth
-
-    def _release(self, request: EngineRequest) -> None:
-        plain = request.num_blocks - request.num_hashed
-        self.pool.free(request.id, request.path, request.num_hashed, plain, request.use, self._now)
-        request.num_blocks = request.num_hashed = 0
+        return sum(self._blocks.num_missing(request, request.num_tokens) for request in held)
 
     def _preempt(self, request: EngineRequest) -> None:
-        self._release(request)
+        self._blocks.free(request, self._now)
         request.num_computed_tokens = request.num_drafts = 0
         request.num_preemptions += 1
         self.counters.num_preemptions += 1
@@ -320,8 +244,7 @@ class Engine:
         """The step's tokens of a request whose prompt is computed; whether it has ended."""
         num_out = 1
         if request.num_drafts:
-            request.milli_credit += self._milli_length
-            num_out, request.milli_credit = divmod(request.milli_credit, _MILLI)
+            num_out = request.accept(1, self._milli_length)
             request.num_computed_tokens -= request.num_drafts - (num_out - 1)
         if request.first_token is None:
             request.first_token = self._now
@@ -337,7 +260,7 @@ class Engine:
     def _end(self, request: EngineRequest) -> None:
         request.finished = self._now
         if not request.keeps_blocks or request.aborted:
-            self._release(request)
+            self._blocks.free(request, self._now)
         self.on_finished(request, self._now)
 
     def _fuse(self, step: Step) -> None:
@@ -347,27 +270,20 @@ class Engine:
         for request, num_new in step.scheduled:
             if num_new != 1 + num_drafts or request.num_drafts != num_drafts:
                 return
-            num_steps = min(num_steps, self._steps_left(request))
+            num_steps = min(num_steps, request.num_steps_left(self._milli_length))
             if num_steps < 2:
                 return
-        size = self.options.block_size
-        most = (num_steps * self._milli_length) // _MILLI + 2 + 2 * num_drafts
-        if sum(max(0, -(-(request.num_tokens + most) // size) - request.num_blocks) for request, _ in step.scheduled) > self.pool.num_free:
+        most = (num_steps * self._milli_length) // MILLI + 2 + 2 * num_drafts
+        if sum(self._blocks.num_missing(request, request.num_tokens + most) for request, _ in step.scheduled) > self.pool.num_free:
             return
         step.num_steps = num_steps
-        step.growth_seconds = self.cost.growth_seconds(len(step.scheduled)) * self._milli_length / _MILLI
-
-    def _steps_left(self, request: EngineRequest) -> int:
-        """Decode steps until it ends."""
-        owed = (request.num_output_tokens + request.num_prompt_tokens - request.num_tokens) * _MILLI - request.milli_credit
-        return -(-owed // self._milli_length)
+        step.growth_seconds = self.cost.growth_seconds(len(step.scheduled)) * self._milli_length / MILLI
 
     def _advance(self, request: EngineRequest, num_steps: int) -> None:
         """`num_steps` decode steps at once, none of them its last; its blocks are there."""
-        request.milli_credit += num_steps * self._milli_length
-        num_out, request.milli_credit = divmod(request.milli_credit, _MILLI)
+        num_out = request.accept(num_steps, self._milli_length)
         request.num_tokens += num_out
         request.num_computed_tokens += num_out
-        fits = self._grow(request, 1 + request.num_drafts)
+        fits = self._blocks.grow(request, 1 + request.num_drafts, self._now)
         assert fits
         self.counters.num_computed_tokens += num_steps * (1 + request.num_drafts)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from model.m3.kv import CacheGeometry
 from model.m3.sharding import Shard
 from replays.simulator.chains import Branch
-from replays.simulator.engine import EngineRequest
+from replays.simulator.requests import EngineRequest
 
 
 @dataclass(frozen=True, slots=True)

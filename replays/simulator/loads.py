@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from replays.simulator.chains import Branch
-    from replays.simulator.engine import EngineRequest
+from replays.simulator.chains import Branch
+from replays.simulator.requests import EngineRequest
 
 
 class Loader(Protocol):

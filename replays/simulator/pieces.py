@@ -41,6 +41,18 @@ class Copy:
     def recency(self) -> float:
         return math.inf if self.holders else self.freed
 
+    @property
+    def num_evictable(self) -> int:
+        """Blocks of it that nothing hangs on."""
+        piece = self.piece
+        if len(piece.copies) > 1 and piece.keeper is not self:
+            return piece.end - piece.start
+        branch = piece.branch
+        if branch.pieces[-1] is not piece:
+            return 0
+        attached = branch.attached
+        return piece.end - (max(piece.start, attached[-1]) if attached else piece.start)
+
 
 @dataclass(slots=True, eq=False)
 class Piece:
@@ -57,6 +69,13 @@ class Piece:
         """The copy that goes last, and on which deeper blocks hang; the others are spare."""
         copies = self.copies
         return copies[0] if len(copies) == 1 else max(copies, key=lambda copy: copy.recency)
+
+    def end_at(self, end: int) -> None:
+        """Reach to depth `end`."""
+        self.end = end
+        for copy in self.copies:
+            copy.extent.num_blocks = end - self.start
+            copy.extent.end_block = end
 
     def joins(self, deeper: Piece) -> bool:
         """Whether this and the next piece have the same history and the same prospects, so that one extent says it all."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from replays.simulator.chains import BranchSet
-from replays.simulator.pool import BlockPool, Path, Use
+from replays.simulator.chains import BranchSet, Path
+from replays.simulator.pool import BlockPool, Use
 from replays.simulator.scripts import Script
 
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from admission.requests import AdmissionPolicy, AdmissionRequest, Grant
 from admission.reserve import OutputReserve
 from admission.tickets import Ticket
-from replays.simulator.chains import Branch
+from replays.simulator.chains import Branch, Path, covered
 from replays.simulator.clock import Clock, Rank
-from replays.simulator.engine import Engine, EngineRequest
+from replays.simulator.engine import Engine
 from replays.simulator.handover import Handover
 from replays.simulator.lives import Lives
 from replays.simulator.outcomes import Outcome
 from replays.simulator.placement import Placement, in_turn
-from replays.simulator.pool import Path, covered
+from replays.simulator.requests import EngineRequest
 
 
 @dataclass(slots=True, eq=False)

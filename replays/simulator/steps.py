@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from replays.simulator.cost import StepWork
-
-if TYPE_CHECKING:
-    from replays.simulator.engine import EngineRequest
+from replays.simulator.requests import EngineRequest
 
 
 @dataclass(slots=True)

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from admission.eviction import EVICTION_POLICIES
 from admission.eviction.policy import EvictionPolicy, Extent, Fate
 from admission.eviction.policy import Pool as PolicyPool
-from replays.simulator.chains import Branch
+from replays.simulator.chains import Branch, Path, covered
 from replays.simulator.cost import StepCost, StepWork
-from replays.simulator.engine import EngineRequest
-from replays.simulator.pool import Path, Prospects, covered
+from replays.simulator.pool import Prospects
+from replays.simulator.requests import EngineRequest
 from replays.simulator.tier_part import TierPart
 
 

@@ -1,4 +1,4 @@
-"""Requests of generated sessions, for tests of the simulator: where they lie in a forest, and the same as token ids."""
+"""Requests of generated sessions, for what the simulator is compared with: where they lie in a forest, and the same as token ids."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from replays.generator import GeneratorSettings, generate_sessions
 from replays.simulator.chains import BranchSet
-from replays.simulator.pool import Path as BlockPath
+from replays.simulator.chains import Path as BlockPath
 from replays.simulator.scripts import script_of
 from replays.traces import session_from_weka
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parents[1] / "tests"
 ENGINE_FIXTURES = frozenset({"engine", "small_engine"})
 """A test that asks for one of these runs on the real vLLM."""
 

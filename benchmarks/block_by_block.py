@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
-from replays.simulator.chains import Branch
-from replays.simulator.pool import Path, Use, covered
+from replays.simulator.chains import Branch, Path, covered
+from replays.simulator.pool import Use
 
 
 @dataclass(slots=True, eq=False)
