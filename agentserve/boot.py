@@ -195,7 +195,7 @@ def _replicas(
             ceiling_tokens=settings.sessions.ceiling_tokens,
             mirror=each.mirror,
             offload=each.offload,
-            has_unseen_tier=settings.offload.tier == "exclusive" and each.offload is None,
+            has_exclusive_tier=settings.offload.tier == "exclusive",
             beside=books,
             lru_blocks=info.num_blocks if isinstance(each.hints, NoHints) else None,  # a plugin orders them by itself
         )

@@ -13,7 +13,6 @@ from prefix_cache.demand import Demand, Taker
 from prefix_cache.hits import NOWHERE, Elsewhere, HitTotals, TurnHits, account
 from prefix_cache.in_flight import Computing, InFlight
 from prefix_cache.mirror import Mirror
-from prefix_cache.tiers.exclusive import ExclusiveOffload
 from prefix_cache.tiers.external import ExternalHit, ExternalTiers
 from prefix_cache.tree import PrefixTree
 
@@ -91,8 +90,8 @@ _MAX_LOOKS = 16
 class CacheBooks:
     """Estimates before, books after. `block_size` None: the engine does not say; then there are no block figures.
 
-    `offload` needs a mirror: what a tier adds is counted beyond what the GPU holds. `has_unseen_tier`: there is one that announces nothing,
-    so that what it brings is counted and not predicted. `beside`: the books of another engine of this server.
+    `offload` needs a mirror: what a tier adds is counted beyond what the GPU holds. `has_exclusive_tier`: whether it is the one of the
+    engine's plugin, followed or not. `beside`: the books of another engine of this server.
     `lru_blocks`: usable blocks of an engine that evicts by last use alone; None where it may not, or does not say how many there are.
     """
 
@@ -103,14 +102,14 @@ class CacheBooks:
         ceiling_tokens: int,
         mirror: Mirror | None,
         offload: ExternalTiers | None = None,
-        has_unseen_tier: bool = False,
+        has_exclusive_tier: bool = False,
         beside: CacheBooks | None = None,
         lru_blocks: int | None = None,
     ) -> None:
         self.block_size = block_size
         self.mirror = mirror
         self.offload = offload if mirror is not None else None
-        self._unseen = ExternalHit(0, 0) if has_unseen_tier else None
+        self.has_exclusive_tier = has_exclusive_tier
         # An unlimited cache is one, over however many engines; so are the sums.
         self.tree: PrefixTree = PrefixTree(ceiling_tokens) if beside is None else beside.tree
         self.totals: HitTotals = HitTotals() if beside is None else beside.totals
@@ -119,11 +118,6 @@ class CacheBooks:
         self._overtaken: deque[_Overtaken] = deque(maxlen=_MAX_OVERTAKEN)
         self._unannounced: deque[tuple[BlockHash, int]] = deque(maxlen=_MAX_OVERTAKEN)
         """Last blocks of answers whose events are on their way, with the mirror's number of batches when the answer came."""
-
-    @property
-    def has_exclusive_tier(self) -> bool:
-        """Whether the tier behind the engine is the plugin's own, followed or not."""
-        return self._unseen is not None or isinstance(self.offload, ExclusiveOffload)
 
     def estimate(self, prompt: FlatPrompt, twin_end: int = 0, offload: int = 0, other_replica: int = 0) -> Estimate:
         """Ceiling and prediction of the prompt as it stands. Costs what is new since the prompt was last looked at.
@@ -157,7 +151,7 @@ class CacheBooks:
         prompt.resident_in, prompt.resident_as_of, prompt.num_resident_blocks = mirror, departures, resident
         if self.demand is not None:
             predicted = self.demand.num_left(hashes, resident) * mirror.block_size
-        external = self.offload.predict(hashes, estimate.num_prompt_tokens, predicted) if self.offload is not None else self._unseen
+        external = self.offload.predict(hashes, estimate.num_prompt_tokens, predicted) if self.offload is not None else None
         return replace(
             estimate,
             external=external,
@@ -294,7 +288,7 @@ class CacheBooks:
             mirror.learn(late.hashes, late.num_cached_tokens, late.guess)
 
     def _external_predicted(self, estimate: Estimate) -> int | None:
-        if self.offload is None or estimate.external is None or estimate.predicted is None:
+        if estimate.external is None or not estimate.external.is_known or estimate.predicted is None:
             return None
         return estimate.external.num_tokens
 

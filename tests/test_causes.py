@@ -168,9 +168,7 @@ async def test_a_turn_that_queued_is_predicted_as_the_cache_is_when_it_leaves_th
 class Books:
     """The books of one session over a mirror that a test feeds."""
 
-    def __init__(
-        self, lru_blocks: int | None = None, *, has_unseen_tier: bool = False, follows_tier: bool = False, block_size: int = BLOCK
-    ) -> None:
+    def __init__(self, lru_blocks: int | None = None, *, follows_tier: bool = False, block_size: int = BLOCK) -> None:
         self.mirror = Mirror(block_size)
         self.books = CacheBooks(
             block_size=block_size,
@@ -178,7 +176,6 @@ class Books:
             mirror=self.mirror,
             offload=ExclusiveOffload(self.mirror) if follows_tier else None,
             lru_blocks=lru_blocks,
-            has_unseen_tier=has_unseen_tier,
         )
         self.prompt = FlatPrompt(block_size)
         self.session = Session("s", None, self.prompt, 0.0, 0.0)
@@ -235,8 +232,8 @@ def test_a_turn_is_predicted_without_the_blocks_that_a_running_one_will_take(lru
     assert books.books.demand is None or len(books.books.demand) <= 1  # the answer, whose events have not come
 
 
-def test_what_an_unseen_tier_brings_is_booked_apart_and_not_predicted() -> None:
-    books, ids = Books(has_unseen_tier=True), list(range(640))
+def test_what_a_tier_brings_that_announces_nothing_is_booked_apart_and_not_predicted() -> None:
+    books, ids = Books(follows_tier=True), list(range(640))
     books.ask(ids, 0)
     names = books.stored(ids)
     books.tell(BlockRemoved(block_hashes=names[5:]))

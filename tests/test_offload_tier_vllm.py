@@ -208,15 +208,16 @@ def sessions(rng: random.Random, num_turns: int) -> Iterator[tuple[str, list[int
 def test_each_turn_finds_what_was_predicted_of_the_gpu_and_of_the_tier(vllm_side: ModuleType, tmp_path: Path) -> None:
     replay, _ = make(vllm_side, tmp_path, 40, 60, policy="class_hazard")
     asking = Asking(replay)
-    loaded = 0
+    loaded, has_stored = 0, False
     causes: set[Cause] = set()
     for name, ids in sessions(random.Random(7), 150):
         hits = asking.ask(ids, name, {"agentserve": '{"branch_id": ""}'})
         after = ordering().state().num_loaded_blocks
         assert hits.predicted is not None
-        assert hits.external_predicted is not None
-        assert hits.predicted + hits.external_predicted == hits.actual
-        assert hits.external_predicted == hits.external == (after - loaded) * BLOCK_SIZE
+        assert hits.predicted + (hits.external_predicted or 0) == hits.actual
+        assert hits.external_predicted == hits.external == (after - loaded) * BLOCK_SIZE or not has_stored
+        assert (hits.external_predicted is None) != has_stored
+        has_stored = ordering().state().num_stored_blocks > 0
         assert hits.missed is not None
         causes |= hits.missed.keys()
         loaded = after
@@ -233,9 +234,8 @@ def test_a_tier_that_is_slower_than_computing_is_not_expected_to_load(vllm_side:
     for name, ids in sessions(random.Random(7), 150):
         hits = asking.ask(ids, name)
         assert hits.predicted is not None
-        assert hits.external_predicted is not None
         assert hits.missed is not None
-        wrong += hits.predicted + hits.external_predicted != hits.actual
+        wrong += hits.predicted + (hits.external_predicted or 0) != hits.actual
         num_declined += Cause.OFFLOAD_DECLINED in hits.missed
         assert not hits.missed.keys() & {Cause.UNKNOWN, Cause.EVICTED, Cause.OFFLOAD_MISSING}
     state = ordering().state()

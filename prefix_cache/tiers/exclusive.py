@@ -32,6 +32,8 @@ class ExclusiveOffload:
         """Blocks that are there under names that the mirror did not know; they never match."""
         self.is_declining = False
         """Whether it is believed to leave what it has, as computing is quicker."""
+        self.has_spoken = False
+        """Whether it has announced anything: an engine whose tier announces nothing looks like one whose tier is empty."""
         self._mirror = mirror
         self._medium = medium
         self._max_blocks = max_blocks
@@ -61,6 +63,7 @@ class ExclusiveOffload:
         for event in batch.events:
             if isinstance(event, BlockStored):
                 if event.medium == self._medium:
+                    self.has_spoken = True
                     self._enter(event.block_hashes, departed)
                 elif self._hashes:
                     self._back.update(self._hashes.keys() & set(block_names(event.block_hashes)))
@@ -88,7 +91,8 @@ class ExclusiveOffload:
         here, given_tokens = (end - first) * self.block_size, (given - first) * self.block_size
         if self.is_declining:
             return ExternalHit(0, given_tokens, None, num_gpu_tokens, num_gpu_tokens, here)
-        return ExternalHit(here, given_tokens, Tier.DRAM if here else None, num_gpu_tokens + here, num_gpu_tokens)
+        tier = Tier.DRAM if here else None
+        return ExternalHit(here, given_tokens, tier, num_gpu_tokens + here, num_gpu_tokens, is_known=self.has_spoken)
 
     def ends(self, hashes: Sequence[BlockHash], num_cached_tokens: int, expected: ExternalHit) -> Ends:
         """What was on the GPU when it was sent and was missed is not the tier's to account for: it left the GPU, and not to the tier."""

@@ -25,6 +25,8 @@ class ExternalHit:
     """The GPU's hit."""
     num_declined_tokens: int = 0
     """What they have beyond that and are expected not to load, as computing it is quicker."""
+    is_known: bool = True
+    """False: nobody has ever said what they hold."""
 
 
 @dataclass(frozen=True, slots=True)
