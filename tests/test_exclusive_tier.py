@@ -82,7 +82,10 @@ def test_what_the_tier_has_lost_is_missing_there_until_the_gpu_has_had_it_again(
     hits = books.ask(IDS, 9 * BLOCK)
     assert hits.external_predicted == hits.external == 4 * BLOCK
     assert hits.missed == {Cause.OFFLOAD_MISSING: 3 * BLOCK, Cause.EVICTED: 7 * BLOCK, Cause.TAIL: BLOCK}
-    books.tell(again(books.names[5:12], 5), left(books.names[5:9]))
+    books.tell(left(books.names[8:4:-1]))
+    hits = books.ask(IDS, 5 * BLOCK)
+    assert hits.missed == {Cause.OFFLOAD_MISSING: 7 * BLOCK, Cause.EVICTED: 7 * BLOCK, Cause.TAIL: BLOCK}
+    books.tell(again(books.names[5:12], 5))
     books.tell(gone(books.names[11:4:-1]))  # and the tier did not take them this time
     hits = books.ask(IDS, 5 * BLOCK)
     assert hits.missed == {Cause.EVICTED: 14 * BLOCK, Cause.TAIL: BLOCK}

@@ -43,8 +43,8 @@ class ExclusiveOffload:
         self._back: set[int] = set()
         """Of those, what the GPU has again."""
         self._lost: dict[BlockHash, tuple[int, ...]] = {}
-        """What left and was not back, the latest last, with the mirror's departures of then: one that has left the GPU since is no more
-        the tier's to account for."""
+        """What left and was not back, with the mirror's departures of then: one that has left the GPU since is no more the tier's to
+        account for."""
         self._num_against = 0
         """Requests in a row that speak against `is_declining`."""
         mirror.behind = self
@@ -127,7 +127,6 @@ class ExclusiveOffload:
                 self.num_blocks_unknown += 1
             else:
                 self._kept.add(known)
-                self._lost.pop(known, None)
         while len(self._hashes) > self._max_blocks:
             self._drop(next(iter(self._hashes)))
 
