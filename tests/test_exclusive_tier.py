@@ -110,26 +110,42 @@ def test_what_left_the_gpu_after_it_was_promised_is_evicted_unless_the_tier_brou
         assert hits.predicted == 5 * BLOCK
 
 
-@pytest.mark.parametrize("is_told", [False, True])
-def test_a_tier_that_leaves_what_it_has_is_the_cause_and_is_expected_to(is_told: bool) -> None:
-    """`is_told`: the events of the end of the request, by which the tier's copies go, are there before its answer is booked."""
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_tier_that_leaves_what_it_has_is_the_cause_and_is_expected_to(is_over: bool) -> None:
+    """`is_over`: the events of the end of the request, by which the tier's copies go, are there before its answer is booked."""
     books = Tiered()
     declined = {Cause.OFFLOAD_DECLINED: 7 * BLOCK, Cause.EVICTED: 7 * BLOCK, Cause.TAIL: BLOCK}
 
     def turn(cached: int) -> int | None:
         begun = books.begin(IDS)
-        back = again(books.names[5:12], 5)
-        if is_told:
-            books.tell(back, left(books.names[5:12]))
+        back, over = again(books.names[5:12], 5), left(books.names[5:12])
+        if cached > 5 * BLOCK:
+            books.tell(back, over)
+        else:
+            books.tell(back)
+            if is_over:
+                books.tell(over)
         hits = books.end(IDS, begun, cached)
         assert hits.missed == (declined if cached == 5 * BLOCK else {Cause.EVICTED: 7 * BLOCK, Cause.TAIL: BLOCK})
-        if not is_told:
-            books.tell(back, left(books.names[5:12]))
+        if cached == 5 * BLOCK and not is_over:
+            books.tell(over)
         books.tell(gone(books.names[11:4:-1]), kept(books.names[11:4:-1]))
         return hits.external_predicted
 
     assert [turn(5 * BLOCK) for _ in range(4)] == [7 * BLOCK, 7 * BLOCK, 0, 0]
     assert [turn(cached * BLOCK) for cached in (12, 5, 12, 12, 12)] == [0, 0, 0, 0, 7 * BLOCK]  # one load is a measurement
+
+
+def test_what_was_lost_just_before_it_was_computed_again_is_not_taken_for_declined() -> None:
+    books = Tiered()
+    for is_told in (True, False):  # in one batch; not yet at all
+        begun = books.begin(IDS)
+        if is_told:
+            books.tell(again(books.names[5:12], 5), left(books.names[5:12]))
+        hits = books.end(IDS, begun, 5 * BLOCK)
+        assert hits.missed == {Cause.OFFLOAD_MISSING: 7 * BLOCK, Cause.EVICTED: 7 * BLOCK, Cause.TAIL: BLOCK}
+        assert not books.tier.is_declining
+        books.tell(gone(books.names[11:4:-1]), kept(books.names[11:4:-1]))
 
 
 def chain(ids: list[int]) -> Sequence[bytes]:

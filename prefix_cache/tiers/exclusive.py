@@ -1,10 +1,12 @@
 """What an exclusive tier holds, by the events of the engine's plugin: blocks that have left the GPU, one by one, each by its name alone.
 
-A name is known from the GPU: it comes to the tier in the batch in which it leaves there. A block that leaves the tier while the GPU has it
-again was loaded, or computed once more; any other was lost. The tier loads what comes right behind the GPU's blocks, unless it has lately
-measured that computing is quicker, which it does not announce: two requests in a row that get nothing of what is there say so, and two that
-get something say that it loads again. Near the end of either one prediction or two are wrong, and so is the load that it makes now and
-then to measure.
+A name is known from the GPU: it comes to the tier in the batch in which it leaves there. A block that leaves the tier in the batch in which
+it comes back to the GPU was loaded; one that leaves it later was computed there once more, and passed over here; any other was lost.
+
+The tier loads what comes right behind the GPU's blocks, unless it has lately measured that computing is quicker, which it does not
+announce: two requests in a row that get nothing of what is there say so, and two that get something say that it loads again. Near the end
+of either one prediction or two are wrong, and so is the load that it makes now and then to measure. Of a block about which no event has
+come when the answer is there, what is believed then decides.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from prefix_cache.tiers.external import Ends, ExternalHit
 
 _NUM_TO_TURN = 2
 """So many in a row, and the tier is believed to load, or not to."""
-_MAX_LOST = 65_536
+_MAX_REMEMBERED = 65_536
 
 
 class ExclusiveOffload:
@@ -40,11 +42,10 @@ class ExclusiveOffload:
         self._hashes: dict[int, BlockHash | None] = {}
         """What is there, by name."""
         self._kept: set[BlockHash] = set()
-        self._back: set[int] = set()
-        """Of those, what the GPU has again."""
+        self._passed: dict[BlockHash, tuple[int, ...]] = {}
+        """What the GPU computed once more while it was there, with the mirror's departures of then."""
         self._lost: dict[BlockHash, tuple[int, ...]] = {}
-        """What left and was not back, with the mirror's departures of then: one that has left the GPU since is no more the tier's to
-        account for."""
+        """What left and was not back, likewise. Of a block that has left the GPU since neither says anything any more."""
         self._num_against = 0
         """Requests in a row that speak against `is_declining`."""
         mirror.behind = self
@@ -60,21 +61,27 @@ class ExclusiveOffload:
 
     def apply(self, batch: EventBatch, departed: Mapping[int, BlockHash]) -> None:
         """Take one batch of the engine's KV events after the mirror has. Changes state."""
+        back: set[int] = set()
         for event in batch.events:
             if isinstance(event, BlockStored):
                 if event.medium == self._medium:
                     self.has_spoken = True
                     self._enter(event.block_hashes, departed)
                 elif self._hashes:
-                    self._back.update(self._hashes.keys() & set(block_names(event.block_hashes)))
+                    back |= self._hashes.keys() & set(block_names(event.block_hashes))
             elif isinstance(event, BlockRemoved) and event.medium == self._medium:
-                self._leave(block_names(event.block_hashes))
+                self._leave(block_names(event.block_hashes), back)
+        for name in back:
+            known = self._hashes.get(name)
+            if known is not None:
+                self._passed[known] = self._mirror.departures
+        trim(self._passed, _MAX_REMEMBERED)
 
     def forget(self) -> None:
         """Nothing is known to be there. Changes state."""
         self._hashes.clear()
         self._kept.clear()
-        self._back.clear()
+        self._passed.clear()
         self._lost.clear()
         self.num_blocks_unknown = 0
 
@@ -86,7 +93,7 @@ class ExclusiveOffload:
         while end < limit and hashes[end] in self._kept:
             end += 1
         given = end
-        while given < limit and (hashes[given] in self._kept or self._is_lost(hashes[given])):
+        while given < limit and (hashes[given] in self._kept or self._is_in(self._lost, hashes[given])):
             given += 1
         here, given_tokens = (end - first) * self.block_size, (given - first) * self.block_size
         if self.is_declining:
@@ -99,8 +106,8 @@ class ExclusiveOffload:
         if num_cached_tokens < expected.num_gpu_tokens:
             return Ends()
         here = expected.num_gpu_tokens + expected.num_tokens + expected.num_declined_tokens
-        is_there = num_cached_tokens < here and not self._is_lost(hashes[num_cached_tokens // self.block_size])
-        return Ends(expected.num_gpu_tokens + expected.num_given_tokens, here if is_there else 0)
+        is_declined = num_cached_tokens < here and self._was_declined(hashes[num_cached_tokens // self.block_size])
+        return Ends(expected.num_gpu_tokens + expected.num_given_tokens, here if is_declined else 0)
 
     def learn(self, hashes: Sequence[BlockHash], num_prompt_tokens: int, num_cached_tokens: int, expected: ExternalHit) -> None:
         """Whether it loads what it has."""
@@ -119,7 +126,6 @@ class ExclusiveOffload:
     def _enter(self, names: Sequence[EngineHash], departed: Mapping[int, BlockHash]) -> None:
         for name in block_names(names):
             known = departed.get(name) or self._mirror.hash_of(name)  # another copy of it may be on the GPU still
-            self._back.discard(name)
             if name in self._hashes:
                 continue
             self._hashes[name] = known
@@ -130,19 +136,18 @@ class ExclusiveOffload:
         while len(self._hashes) > self._max_blocks:
             self._drop(next(iter(self._hashes)))
 
-    def _leave(self, names: Sequence[int]) -> None:
+    def _leave(self, names: Sequence[int], back: set[int]) -> None:
+        """`back`: what the GPU has again since this batch."""
         at = self._mirror.departures
         for name in names:
             if name not in self._hashes:
                 continue
-            is_back = name in self._back
             known = self._drop(name)
-            if known is not None and not is_back:
+            if known is not None and name not in back and not self._is_in(self._passed, known):
                 self._lost[known] = at
-        trim(self._lost, _MAX_LOST)
+        trim(self._lost, _MAX_REMEMBERED)
 
     def _drop(self, name: int) -> BlockHash | None:
-        self._back.discard(name)
         known = self._hashes.pop(name)
         if known is None:
             self.num_blocks_unknown -= 1
@@ -150,6 +155,10 @@ class ExclusiveOffload:
             self._kept.discard(known)
         return known
 
-    def _is_lost(self, block_hash: BlockHash) -> bool:
-        at = self._lost.get(block_hash)
+    def _was_declined(self, block_hash: BlockHash) -> bool:
+        """Of a block that was there and was not loaded: whether that was the tier's choice."""
+        return self._is_in(self._passed, block_hash) or (block_hash in self._kept and self.is_declining)
+
+    def _is_in(self, log: Mapping[BlockHash, tuple[int, ...]], block_hash: BlockHash) -> bool:
+        at = log.get(block_hash)
         return at is not None and not self._mirror.removed_since(block_hash, at)
