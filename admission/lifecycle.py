@@ -14,13 +14,11 @@ from enum import IntEnum, StrEnum
 from typing import Annotated
 
 from admission.eviction.policy import Fate, Knob
+from admission.last_turn import Course, TurnEnd
 from admission.pace import Pace
-from admission.return_class import UNKNOWN, awaits_agent, return_class, with_tool
+from admission.return_class import UNKNOWN, awaits_agent, return_class, with_level, with_tool
 from admission.returns import ReturnModel
 from admission.succession import Clients, Succession
-
-SHORT_OUTPUT_TOKENS = 64
-"""A title, a label or a guess at the next message; hardly an answer that a conversation goes on from."""
 
 
 class Phase(StrEnum):
@@ -30,20 +28,6 @@ class Phase(StrEnum):
     WAITING = "waiting"
     """For a person, or for whatever follows a turn that called no tool."""
     ENDED = "ended"
-
-
-@dataclass(frozen=True, slots=True)
-class TurnEnd:
-    """How a turn ended."""
-
-    ends_turn: bool
-    """The model stopped by itself and called no tool."""
-    tools: tuple[str, ...] = ()
-    """Names of the tools that it called."""
-    from_user: bool = False
-    """It answered a person, not only tools."""
-    num_prompt_tokens: int = 0
-    num_output_tokens: int = 0
 
 
 class _Due(IntEnum):
@@ -73,6 +57,7 @@ class _Session:
     ends_turn: bool = False
     children: set[str] = field(default_factory=set)
     pace: Pace = field(default_factory=Pace)
+    course: Course = field(default_factory=Course)
     num_turns: int = 0
     branch_turns: dict[str, int] = field(default_factory=dict)
     """Branch → the session's turn that used it last."""
@@ -91,19 +76,6 @@ class _Session:
     def client(self) -> str | None:
         """Whose new sessions say something of it: of a sub-agent nobody's."""
         return self.tenant if self.parent_id is None else None
-
-
-def is_side_request(
-    *, num_messages: int, num_tools: int, max_output_tokens: int | None, session_has_tools: bool, is_named: bool = True
-) -> bool:
-    """Whether a request looks like one that no other builds on.
-
-    A probe for one token; a title or summary asked without the tools that the session has otherwise; and a beginning without tools whose
-    answer may only be short, of a conversation that its client does not name (`is_named`).
-    """
-    most = math.inf if max_output_tokens is None else max_output_tokens
-    is_beginning = num_tools == 0 and num_messages <= 2
-    return most <= 1 or (is_beginning and (session_has_tools or (not is_named and most <= SHORT_OUTPUT_TOKENS)))
 
 
 class Lifecycle:
@@ -224,6 +196,7 @@ class Lifecycle:
         self._settle(session, came_back=True)
         session.case = None
         session.pace.came_back(idle_seconds * self._time_scale)
+        session.course.came_back(idle_seconds * self._time_scale)
         self._returns.came_back(session.return_class, idle_seconds, now)
 
     def _follow(self, session: _Session, now: float) -> list[str]:
@@ -270,6 +243,7 @@ class Lifecycle:
         session.num_running -= 1
         assert session.num_running >= 0
         session.pace.turn_ended(from_user=end.from_user)
+        session.course.turn_ended(end)
         if session.num_running:
             return
         if session.fate is Fate.ENDED:
@@ -281,7 +255,7 @@ class Lifecycle:
         session.phase = Phase.TOOL_PENDING if end.tools else Phase.WAITING
         if session.client is not None:
             self._clients.rests(session.client, session_id)
-        session.return_class = self._classify(session, session.pace, end, now)
+        session.return_class = self._classify(session, session.pace, session.course, end, now)
         hopeless = self._returns.idle_until_hopeless(session.return_class, self._parameters.least_chance)
         forget = self._parameters.forget_seconds
         if hopeless < forget:
@@ -291,16 +265,18 @@ class Lifecycle:
     def class_after(self, session_id: str, now: float, end: TurnEnd) -> str:
         """The class of the idle time that follows a turn of it, if that ends so. Changes nothing of the session."""
         session = self._sessions[session_id]
-        pace = copy(session.pace)
+        pace, course = copy(session.pace), copy(session.course)
         pace.turn_ended(from_user=end.from_user)
-        return self._classify(session, pace, end, now)
+        course.turn_ended(end)
+        return self._classify(session, pace, course, end, now)
 
-    def _classify(self, session: _Session, pace: Pace, end: TurnEnd, now: float) -> str:
+    def _classify(self, session: _Session, pace: Pace, course: Course, end: TurnEnd, now: float) -> str:
         name = return_class(is_subagent=session.parent_id is not None, calls_tools=bool(end.tools), ends_turn=end.ends_turn)
         tokens = end.num_prompt_tokens + end.num_output_tokens
         share = tokens / self._context_tokens if self._context_tokens else None
         name = with_tool(pace.refine(name, end.num_output_tokens, share), end.tools)
-        return self._returns.class_for(session.tenant, name, now)
+        level = course.level(share) if session.parent_id is None else None
+        return with_level(self._returns.class_for(session.tenant, name, now), level)
 
     def side_request(self, session_id: str, branch_id: str) -> list[str]:
         """Instead of a turn's start and end: a request (`is_side_request`) that says nothing of when the session is back."""

@@ -1,7 +1,8 @@
 """Why a session is idle, as a class of idle times that are alike: root or sub-agent × what the last turn ended with.
 
 A class is a name such as `root/tool:slow:shell`; what follows a colon refines what stands before it, and `@` names a tenant. The recorded
-sessions do not name their tools, so that the tool is what refines last.
+sessions do not name their tools, so that the tool is what refines last. `5~root/tool:slow:shell` is the same class at a level of
+`admission.last_turn`: the same idle times, and other odds that the session is over.
 """
 
 from __future__ import annotations
@@ -59,6 +60,17 @@ def awaits_agent(name: str) -> bool:
 
 def with_tenant(name: str, tenant: str) -> str:
     return f"{name}@{tenant}"
+
+
+def with_level(name: str, level: int | None) -> str:
+    """The class at a level of `admission.last_turn`; None: as it is."""
+    return name if level is None else f"{level}~{name}"
+
+
+def split_level(name: str) -> tuple[str, int | None]:
+    """The class, and the level that stands before it."""
+    level, mark, rest = name.partition("~")
+    return (rest, int(level)) if mark and level.isdecimal() else (name, None)
 
 
 def parent_class(name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Idle times of recorded sessions by return class: the prior of `admission.returns` and the scores of `admission.pace`.
+"""Idle times of recorded sessions by return class: the prior of `admission.returns`, and the scores of `pace` and `last_turn`.
 
 Written by `python -m replays.return_prior TRACES` from 247 sessions of the public kv-cache-tester traces (Apache-2.0).
 """
@@ -115,4 +115,19 @@ PACE_CUTS: dict[str, tuple[float, ...]] = {
     "root/unknown": (-2.071, -1.5421),
 }
 """Class → scores between its levels."""
+
+LAST_TURN_WEIGHTS: tuple[float, ...] = (
+    -2.732, 0.7208, -0.2815, 0.4976, 0.8067, -1.2446, -0.2283, 0.3919, -0.3007, -0.5873, 0.84, -0.3186, 0.2583,
+)
+"""Weights of `Course.facts`."""
+
+LAST_TURN_CUTS: tuple[float, ...] = (
+    -3.5679, -3.2008, -2.9406, -2.6826, -2.4445, -2.1547, -1.6918,
+)
+"""Scores between its levels."""
+
+LAST_TURN_ODDS: tuple[float, ...] = (
+    0.2352, 0.4592, 0.3373, 0.6054, 0.7802, 1.4605, 1.188, 1.6753,
+)
+"""By level: factor on the odds of an end."""
 # fmt: on

@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from admission.eviction.policy import Fate
-from admission.lifecycle import Lifecycle, TurnEnd, is_side_request
+from admission.last_turn import TurnEnd
+from admission.lifecycle import Lifecycle
 from admission.requests import AdmissionRequest
 from admission.reserve import OutputReserve
+from admission.side_request import is_side_request
 from admission.tickets import Ticket
 from agentserve.cache import Estimate
 from agentserve.conversation import TurnOptions

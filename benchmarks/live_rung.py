@@ -45,6 +45,7 @@ _PLAN = Plan(
     cached=((2048, 128), (4096, 256), (8192, 128), (8192, 1024)),
     sequences=(1, 2, 4, 8),
     contexts=(256, 2048),
+    joined=((1, 128), (2, 128), (3, 512), (4, 128), (5, 128), (5, 512), (5, 1024)),
     repeats=5,
 )
 _MAX_TOKENS = 9000
@@ -143,9 +144,13 @@ class Player:
         self._http = http
         self._url = url
         self._model = model
+        self._bodies: dict[tuple[int, int], bytes] = {}
 
     async def play(self, made: Sequence[Session], concurrency: int) -> None:
-        """So many sessions at a time, each from its start."""
+        """So many sessions at a time, each from its start. What is sent is made before: it would take the engine's own cores meanwhile."""
+        for number, session in enumerate(made):
+            for call in plan_session(session, 1.0).calls:
+                self._bodies[number, call.number] = self._body(number, call)
         waiting = iter(enumerate(made))
         async with asyncio.TaskGroup() as lanes:
             for _ in range(concurrency):
@@ -178,15 +183,11 @@ class Player:
                     continue
 
     async def _send(self, session: int, call: PlannedCall) -> None:
-        ids, num_output = _ids(session, call), max(1, call.max_tokens)
-        body = {
-            "model": self._model, "prompt": ids, "max_tokens": num_output, "ignore_eos": True, "stream": True,
-            "temperature": 0, "return_token_ids": True, "stream_options": {"include_usage": True},
-        }  # fmt: skip
+        num_output = max(1, call.max_tokens)
         loop = asyncio.get_running_loop()
         sent, first, last, cached = loop.time(), 0.0, 0.0, 0
         headers = {"Content-Type": "application/json"}
-        async with self._http.post(f"{self._url}/v1/completions", data=msgspec.json.encode(body), headers=headers) as response:
+        async with self._http.post(f"{self._url}/v1/completions", data=self._bodies[session, call.number], headers=headers) as response:
             response.raise_for_status()
             async for line in response.content:
                 if not line.startswith(b"data: {"):
@@ -198,7 +199,13 @@ class Player:
                 if event.usage is not None and event.usage.prompt_tokens_details is not None:
                     cached = event.usage.prompt_tokens_details.cached_tokens
         tpot = (last - first) / (num_output - 1) if num_output > 1 else None
-        self.played.append(Played(len(ids), cached, first - sent, tpot))
+        self.played.append(Played(call.request.num_prompt_tokens, cached, first - sent, tpot))
+
+    def _body(self, session: int, call: PlannedCall) -> bytes:
+        return msgspec.json.encode({
+            "model": self._model, "prompt": _ids(session, call), "max_tokens": max(1, call.max_tokens), "ignore_eos": True, "stream": True,
+            "temperature": 0, "return_token_ids": True, "stream_options": {"include_usage": True},
+        })  # fmt: skip
 
 
 def _ids(session: int, call: PlannedCall) -> list[int]:

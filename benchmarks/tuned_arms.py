@@ -12,21 +12,23 @@ from replays.simulator.loop import LoopOptions
 from replays.simulator.run import SimulationOptions
 from replays.simulator.scripts import Script
 from replays.simulator.tiers import TierOptions
-from replays.tuner.front import winner
+from replays.tuner.front import whole, winner
 from replays.tuner.judge import Judged, held_back_seeds, judge
 from replays.tuner.load import streams_that_lose
 from replays.tuner.search import open_study, processes, search, tried
 from replays.tuner.space import space_of
 from replays.tuner.split import split
 
-TRIALS, SEEDS = 40, (1, 2, 3)
+TRIALS, SEEDS = 60, (1, 2, 3)
 GAP_POINTS = 5.0
 """That LRU loses where the tuner searches and where its winner is judged."""
 
+_TIER = TierOptions(1_500_000)
 ARMS: dict[str, tuple[str, TierOptions | None]] = {
-    "ends inferred": ("inferred", None),
     "ends said": ("said", None),
-    "ends inferred, exclusive tier of 1.5 M tokens": ("inferred", TierOptions(1_500_000)),
+    "ends said, exclusive tier of 1.5 M tokens": ("said", _TIER),
+    "ends inferred": ("inferred", None),
+    "ends inferred, exclusive tier of 1.5 M tokens": ("inferred", _TIER),
 }
 
 
@@ -38,6 +40,11 @@ class TunedArm:
     setting: str
     seconds: float
     """Wall time of the search, without the judgement."""
+    cpu_seconds: float
+    """Of its simulations, over both processes."""
+    num_settings: int
+    num_whole: int
+    """Of these, how many were simulated with every seed; the others fell behind on the first ones."""
     judged: Judged
 
 
@@ -49,7 +56,7 @@ def tuned_arms(
 ) -> Iterator[TunedArm]:
     """Each arm's search and judgement. The loads are LRU's, which no arm changes: they are looked for once, from `streams` on."""
     tuned, held_back = split(scripts, 0.2)
-    space = space_of(("dead_first", "class_hazard", "ttl", "slru"), ("working_set",))
+    space = space_of(("dead_first", "class_hazard", "ttl"), ("working_set",))
     base = SimulationOptions(capacity_tokens=capacity_tokens, context_tokens=CONTEXT_TOKENS, loop=LoopOptions(concurrency=streams))
     with processes(tuned, 2) as searching, processes(held_back, 2) as judging:
         searched_at = streams_that_lose(searching, base, GAP_POINTS, SEEDS)
@@ -58,11 +65,12 @@ def tuned_arms(
             at = replace(base, knowledge=ENDS[ends], tier=tier)
             study = open_study(None, name, space, SEEDS[0])
             started = time.perf_counter()
-            search(study, space, _loaded(at, searched_at), SEEDS, TRIALS, searching, 2, lambda done, total: None)
+            cpu = search(study, space, _loaded(at, searched_at), SEEDS, TRIALS, searching, 2, lambda done, total: None)
             seconds = time.perf_counter() - started
-            setting = winner(tried(study)).setting
+            found = tried(study)
+            setting = winner(found).setting
             (judged,) = judge(judging, _loaded(at, judged_at), setting, SEEDS, around=())
-            yield TunedArm(name, str(setting), seconds, judged)
+            yield TunedArm(name, str(setting), seconds, cpu, len(found), len(whole(found)), judged)
 
 
 def _loaded(options: SimulationOptions, streams: int) -> SimulationOptions:
@@ -78,6 +86,9 @@ def figures_of(arms: Sequence[TunedArm]) -> dict[str, object]:
         "tuned_ttft_p95_ratio": {arm.name: arm.judged.ttft_p95_ratio for arm in arms},
         "tuned_setting": {arm.name: arm.setting for arm in arms},
         "tuned_seconds": {arm.name: arm.seconds for arm in arms},
+        "tuned_cpu_seconds": {arm.name: arm.cpu_seconds for arm in arms},
+        "tuned_settings": {arm.name: arm.num_settings for arm in arms},
+        "tuned_settings_of_all_seeds": {arm.name: arm.num_whole for arm in arms},
         "tuned_lru_gap_points": {arm.name: arm.judged.baseline.gap_points for arm in arms},
         "tuned_streams": {arm.name: arm.judged.streams for arm in arms},
     }
@@ -90,4 +101,5 @@ def said_of(arm: TunedArm) -> str:
     oracle = "" if judged.oracle_closed_share is None else f" (the oracle's eviction alone {100 * judged.oracle_closed_share:.1f} %)"
     closed += f" of LRU's {judged.baseline.gap_points:.1f} points"
     throughput = "" if judged.throughput_ratio is None else f", throughput × {judged.throughput_ratio:.3f}"
-    return f"tuned, {arm.name}: closes {closed}{oracle}{throughput}, at {judged.streams} streams, by {arm.setting}"
+    looked = f"{arm.num_settings} settings ({arm.num_whole} with every seed) in {arm.cpu_seconds:.0f} CPU s"
+    return f"tuned, {arm.name}: closes {closed}{oracle}{throughput}, at {judged.streams} streams, by {arm.setting}; {looked}"

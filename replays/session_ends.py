@@ -1,7 +1,8 @@
 """`python -m replays.session_ends TRACES`: how well "will not return" is inferred, on the sessions that no fit has seen.
 
 Each idle time of a held-back session is one case: declared dead when its chance of a return falls below a threshold, wrongly if the session
-comes back after that. Printed for plain return classes and for those refined by pace and fullness, with the calibration of both.
+comes back after that. Printed for plain return classes, for those refined by pace and fullness, and for these at the level of their last
+turn, with the calibration of the first two and of the levels.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from admission.returns import ReturnModel
-from replays.return_prior import CONTEXT_TOKENS, Idle, distinct, held_back, idle_times, within
+from replays.return_prior import CONTEXT_TOKENS, LONG_SECONDS, Idle, distinct, held_back, idle_times, within
 from replays.traces import Session, TraceSet
 
 CHANCES = (0.7, 0.5, 0.3, 0.2, 0.1)
@@ -76,6 +77,20 @@ def calibration(cases: Iterable[tuple[str, float | None]], model: ReturnModel) -
     return "\n".join(lines)
 
 
+def levels(idles: Iterable[Idle], model: ReturnModel) -> str:
+    """By level: idle times that were longer than a minute, and the share of them that never ended, predicted and actual."""
+    by_level: dict[int, list[Idle]] = {}
+    for idle in idles:
+        if idle.level is not None and (idle.gap_seconds is None or idle.gap_seconds > LONG_SECONDS):
+            by_level.setdefault(idle.level, []).append(idle)
+    lines = [f"{'level':5} {'idle for a minute':>17}  never: predicted, actual"]
+    for level, found in sorted(by_level.items()):
+        predicted = 1 - sum(model.alive(idle.level_class, LONG_SECONDS) for idle in found) / len(found)
+        actual = sum(idle.gap_seconds is None for idle in found) / len(found)
+        lines.append(f"{level:5} {len(found):17} {_percent(predicted):>17} {_percent(actual):>7}")
+    return "\n".join(lines)
+
+
 def report(idles: list[Idle]) -> str:
     model = ReturnModel()
     soon = " ".join(f"recall {seconds / 60:4.0f} min" for seconds in SOON_SECONDS)
@@ -83,13 +98,14 @@ def report(idles: list[Idle]) -> str:
     kinds = {
         "plain": [(idle.return_class, idle.gap_seconds) for idle in idles],
         "refined": [(idle.pace_class, idle.gap_seconds) for idle in idles],
+        "levels": [(idle.level_class, idle.gap_seconds) for idle in idles],
     }
     for kind, cases in kinds.items():
         for chance in CHANCES:
             result = score(cases, model, chance)
             recalls = " ".join(f"{_percent(result.recall(position)):>15}" for position in range(len(SOON_SECONDS)))
             lines.append(f"{kind:10} {chance:6.1f} {result.num_declared:9} {_percent(result.precision):>9} {recalls}")
-    tables = [calibration(cases, model) for cases in kinds.values()]
+    tables = [*(calibration(kinds[kind], model) for kind in ("plain", "refined")), levels(idles, model)]
     return "\n".join(
         [*lines, "", *tables, "", f"{len(idles)} idle times, {sum(idle.gap_seconds is None for idle in idles)} never ended", ""]
     )

@@ -16,7 +16,14 @@ from replays.simulator.profile_file import Constants, Measured, ProfileFile, Pro
 from replays.simulator.profiles import find_profile
 
 PLANTED = Constants(
-    step=0.012, per_sequence=0.0015, per_context_token=4e-7, per_prefill_token=2e-5, per_prefill_product=2e-9, request=0.02, token=2e-6
+    step=0.012,
+    per_sequence=0.0015,
+    per_context_token=4e-7,
+    per_prefill_token=2e-5,
+    per_prefill_product=2e-9,
+    request=0.02,
+    token=2e-6,
+    busy=0.001,
 )
 BUDGET = 4096
 
@@ -40,10 +47,12 @@ def seconds(kind: str, num_new: int, context: int, num_sequences: int) -> float:
     c = PLANTED
     if kind == "decode":
         return c.step + c.per_sequence * num_sequences + c.per_context_token * num_sequences * context
-    total, before = c.request + c.token * (num_new + context), context
+    others, before = (num_sequences, 0) if kind == "joined" else (0, context)
+    shared = c.step + others * (c.per_sequence + c.per_context_token * context)
+    total = c.request + c.token * (num_new + before) + c.busy * others + (shared / 2 if others else 0.0)
     while num_new:
-        n = min(BUDGET, num_new)
-        total += c.step + c.per_prefill_token * n + c.per_prefill_product * (n * (2 * before + n) // 2)
+        n = min(BUDGET - others, num_new)
+        total += shared + c.per_prefill_token * n + c.per_prefill_product * (n * (2 * before + n) // 2)
         before, num_new = before + n, num_new - n
     return total
 
@@ -51,8 +60,9 @@ def seconds(kind: str, num_new: int, context: int, num_sequences: int) -> float:
 def grid() -> list[Measured]:
     plan = Plan()
     prefills = [("prefill", n, 0, 1) for n in plan.prefills] + [("prefill", n, context, 1) for context, n in plan.cached]
+    joined = [("joined", new, 384, others) for others, new in plan.joined]
     decodes = [("decode", 0, context, n) for context in plan.contexts for n in plan.sequences]
-    return [Measured(*point, seconds(*point)) for point in prefills + decodes]
+    return [Measured(*point, seconds(*point)) for point in prefills + joined + decodes]
 
 
 def test_the_fit_finds_every_constant_from_exact_points_and_holds_back_a_third() -> None:
@@ -99,6 +109,7 @@ async def test_measuring_an_engine_over_http_finds_what_was_planted(tmp_path: Pa
         cached=((4096, 256), (8192, 512)),
         sequences=(1, 4, 8),
         contexts=(256, 2048),
+        joined=((2, 1024), (8, 1024)),
         num_decode_tokens=16,
         repeats=3,  # other processes only ever make it slower
     )

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from admission.eviction.policy import Fate
-from admission.lifecycle import Lifecycle, LifecycleParameters, Phase, TurnEnd, is_side_request
+from admission.last_turn import TurnEnd
+from admission.lifecycle import Lifecycle, LifecycleParameters, Phase
 from admission.pace import Pace
 from admission.returns import ReturnModel, ReturnParameters
+from admission.side_request import is_side_request
 from replays.session_ends import CHANCES, calibration, held_back_idles, report, score
 from replays.traces import TraceSet
 

@@ -80,12 +80,12 @@ async def test_a_session_shows_why_it_is_idle_and_when_it_is_expected(served: Se
     upstream.script(Script(say="", calls=(ToolCall("", "bash", {"command": "ls"}),)), Script(say="Done."))
     call = await say(served, [SYSTEM, user("hi")], "s")
     found = await session(served, "s")
-    assert (found["phase"], found["return_class"]) == ("tool_pending", "root/tool:steady:shell")
+    assert (found["phase"], found["return_class"]) == ("tool_pending", "0~root/tool:steady:shell")
     assert 0 < found["expected_return_seconds"] < 3600
     result = {"role": "tool", "tool_call_id": call["tool_calls"][0]["id"], "content": "a.py"}
     await say(served, [SYSTEM, user("hi"), call, result], "s")
     found = await session(served, "s")
-    assert (found["phase"], found["return_class"]) == ("waiting", "root/end_turn:brisk")
+    assert (found["phase"], found["return_class"]) == ("waiting", "0~root/end_turn:brisk")
     assert found["waiting_turns"] == 0
 
 
@@ -111,7 +111,7 @@ async def test_the_engines_plugin_hears_of_classes_ends_and_joined_subagents(ser
     result = {"role": "tool", "tool_call_id": call["tool_calls"][0]["id"], "content": "a.py"}
     await say(served, [SYSTEM, user("hi"), call, result], "root")
     assert heard.fates("child") == [Fate.ENDED]
-    assert next(hint.return_class for hint in heard.told if hint.session_id == "root" and hint.return_class) == "root/tool:steady:shell"
+    assert next(hint.return_class for hint in heard.told if hint.session_id == "root" and hint.return_class) == "0~root/tool:steady:shell"
     assert [xargs(request)["agentserve"] for request in asked(upstream)] == ["x", "x", "x"]
     assert heard.sent[0].branch_id == heard.sent[2].branch_id
     await ask(served.url, "/v1/sessions/root", "DELETE")

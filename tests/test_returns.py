@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from admission.life_table import NUM_BINS, LifeTable, bin_of, edge_seconds
 from admission.return_class import TOOL_BUCKETS, parent_class, return_class, tool_bucket, with_tenant, with_tool
 from admission.return_prior import RETURN_PRIOR
-from admission.returns import NUM_BINS, LifeTable, ReturnModel, ReturnParameters, bin_of, edge_seconds
-from replays.return_prior import count, distinct, held_back, idle_times, module_text
+from admission.returns import ReturnModel, ReturnParameters
+from replays.return_prior import LastTurn, count, distinct, held_back, idle_times, module_text
 from replays.traces import TraceSet
 
 SAMPLE = Path(__file__).parents[1] / "replays" / "data"
@@ -153,10 +154,12 @@ def test_prior_is_made_from_sessions_that_are_not_held_back() -> None:
     assert sum(sum(returned) + never for returned, never in table.values()) == len(idles)
     assert list(distinct([*sessions, *sessions])) == sessions
     namespace: dict[str, object] = {}
-    exec(module_text(table, {"root/tool": ([1.0, 2.0], [0.5, 0.7])}, len(sessions)), namespace)
+    last = LastTurn((0.5, -1.0), (0.25,), (0.5, 2.0))
+    exec(module_text(table, {"root/tool": ([1.0, 2.0], [0.5, 0.7])}, last, len(sessions)), namespace)
     assert namespace["RETURN_PRIOR"] == {name: (tuple(returned), never) for name, (returned, never) in table.items()}
     assert namespace["PACE_WEIGHTS"] == {"root/tool": (1.0, 2.0)}
     assert namespace["PACE_CUTS"] == {"root/tool": (0.5, 0.7)}
+    assert [namespace[f"LAST_TURN_{name}"] for name in ("WEIGHTS", "CUTS", "ODDS")] == [last.weights, last.cuts, last.odds]
 
 
 def test_shipped_prior_has_a_row_for_each_recorded_class() -> None:

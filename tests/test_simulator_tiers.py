@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
 
 from admission.eviction import EVICTION_POLICIES
-from admission.eviction.policy import Pool
+from admission.eviction.policy import Extent, Fate, Pool
 from admission.lifecycle import Lifecycle
 from admission.policies import ADMISSION_POLICIES
 from admission.requests import Limits
@@ -19,6 +20,7 @@ from model.m3.config import MINIMAX_M3
 from model.m3.dtypes import Dtype
 from model.m3.kv import CacheGeometry
 from model.m3.sharding import Shard
+from replays.simulator.chains import Branch
 from replays.simulator.clock import Clock
 from replays.simulator.cost import CostModel
 from replays.simulator.engine import Engine, EngineRequest
@@ -30,6 +32,7 @@ from replays.simulator.placement import PLACEMENTS, Placement, in_turn
 from replays.simulator.pool import BlockPool
 from replays.simulator.run import SimulationOptions, limits_of
 from replays.simulator.server import Call, Server
+from replays.simulator.tier_part import TierPart
 from replays.simulator.tiers import CpuTier, TierOptions
 from tests.simulated_requests import TimedRequest, timed_requests
 
@@ -48,8 +51,8 @@ def engine(options: EngineOptions = OPTIONS, tier: TierOptions | None = None) ->
     pool = BlockPool(
         options.num_blocks,
         policy,
-        on_evict=lambda branch, low, high, extent, now: cpu.evicted(branch, low, high),
-        on_store=lambda branch, low, high, now: cpu.stored(branch, low, high),
+        on_evict=lambda branch, low, high, extent, now: cpu.evicted(branch, low, high, extent, now),
+        on_store=lambda branch, low, high, now: cpu.stored(branch, low, high, now),
     )
     return Engine(options, pool, COST, loader=cpu)
 
@@ -134,12 +137,92 @@ def test_an_exclusive_tier_and_its_pool_never_hold_the_same_block() -> None:
     def checked(num_blocks: int, now: float) -> None:
         taken(num_blocks, now)
         for rank in tier._ranks:
+            rank.check_integrity()
             assert rank.used == sum(held.high - held.low for held in rank.held.values()) <= rank.num_blocks
             assert all(held.low >= branch.resident for branch, held in rank.held.items())
 
     made.pool.allocate = checked  # type: ignore[method-assign]  # looks in at every allocation
     run([made], workload())
     assert tier.num_loaded_tokens > 0
+
+
+def facts(now: float, fate: Fate = Fate.LIVE) -> Extent:
+    return Extent(0, "s", 0, now, now, fate=fate)
+
+
+class Told:
+    """What a test says of branches: up to which depth each is alive."""
+
+    def __init__(self) -> None:
+        self.alive_to: dict[Branch, int] = {}
+
+    def outlook(self, branch: Branch, now: float) -> Sequence[tuple[int, Fate, Fate, float | None]]:
+        depth = self.alive_to.get(branch, 1 << 30)
+        return [(depth, Fate.LIVE, Fate.LIVE, None), (1 << 60, Fate.CUT, Fate.CUT, None)]
+
+
+def test_what_is_dead_does_not_go_into_an_exclusive_tier_and_leaves_it_at_once() -> None:
+    told = Told()
+    tier = CpuTier(TIER, SIZE, COST, prospects=told)
+    left, other = Branch(None, 0, 1), Branch(None, 0, 2)
+    tier.evicted(left, 10, 40, facts(1.0), 1.0)
+    tier.evicted(other, 0, 20, facts(2.0, Fate.ENDED), 2.0)
+    assert tier.num_held_blocks == 30
+    told.alive_to[left] = 25
+    tier.tell(left, 3.0)
+    assert tier.num_held_blocks == 15, "its tail is cut"
+    told.alive_to[left] = 0
+    tier.tell(left, 4.0)
+    assert tier.num_held_blocks == 0
+    tier.evicted(left, 0, 5, facts(5.0), 5.0)
+    assert tier.num_held_blocks == 5, "a guess was wrong: it is back"
+
+
+def test_an_inclusive_tier_keeps_what_was_computed_whatever_becomes_of_it() -> None:
+    told = Told()
+    tier = CpuTier(replace(TIER, exclusive=False), SIZE, COST, prospects=told)
+    branch = Branch(None, 0, 1)
+    tier.stored(branch, 0, 40, 1.0)
+    told.alive_to[branch] = 0
+    tier.tell(branch, 2.0)
+    tier.evicted(branch, 20, 40, facts(3.0, Fate.ENDED), 3.0)
+    assert tier.num_held_blocks == 40
+
+
+def test_a_full_part_of_a_tier_gives_up_tails_and_a_head_after_what_hangs_on_it() -> None:
+    part = TierPart(60, EVICTION_POLICIES["lru"].build(Pool(60)))
+    head = Branch(None, 0, 1)
+    tail = Branch(head, 20, 1)
+    part.add(tail, 20, 40, facts(2.0), 2.0)
+    part.add(head, 0, 30, facts(1.0), 2.0)
+    part.add(Branch(None, 0, 2), 0, 15, facts(3.0), 3.0)
+    assert part.end(head, 0) == 25, "the oldest, and what hangs on it begins at 20"
+    part.add(Branch(None, 0, 3), 0, 25, facts(4.0), 4.0)
+    assert part.end(head, 0) == 20
+    assert part.end(tail, 20) == 20, "then the tail goes, all of it"
+    part.check_integrity()
+    assert part.used == 60
+
+
+@pytest.mark.parametrize("name", ["lru", "dead_first", "class_hazard", "s3fifo"])
+def test_a_part_of_a_tier_is_sound_under_every_kind_of_policy(name: str) -> None:
+    part, random = TierPart(100, EVICTION_POLICIES[name].build(Pool(100, ReturnModel()))), Random(name)
+    heads = [Branch(None, 0, number) for number in range(8)]
+    branches = [*heads, *(Branch(head, 10, head.owner) for head in heads)]
+    for step in range(400):
+        now, branch = float(step), random.choice(branches)
+        low = branch.start + random.randrange(20)
+        match random.randrange(5):
+            case 0:
+                part.take(branch, low, now)
+            case 1:
+                part.cut(branch, low, now)
+            case 2:
+                part.touch(branch, now)
+            case _:
+                part.add(branch, low, low + random.randrange(1, 30), facts(now), now)
+        part.check_integrity()
+    assert part.used > 50
 
 
 def test_a_tier_that_is_slower_than_computing_is_not_used() -> None:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import pytest
 
 from admission.eviction.policy import Fate
-from admission.lifecycle import Lifecycle, TurnEnd
+from admission.last_turn import TurnEnd
+from admission.lifecycle import Lifecycle
 from admission.returns import ReturnModel, ReturnParameters
 from admission.succession import IDLE_SECONDS, Clients, Succession
 

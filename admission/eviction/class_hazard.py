@@ -1,17 +1,19 @@
 """class_hazard: dead first, then the session that is expected back last, by the return times of its class.
 
-One queue for the dead and one for each class, longest idle first: inside a class the chance of return only falls with idle time, so
-that the heads alone are compared, O(classes) a victim. They are compared by the mean time until the return, counted as at most
-`horizon_seconds` (those that never come count as the horizon); as the horizon shrinks this becomes the order by hazard.
+One queue for the dead and one for each class and level of `admission.last_turn`, longest idle first: inside a class the chance of return
+only falls with idle time, so that the heads alone are compared. They are compared by the mean time until the return, counted as at most
+`horizon_seconds` (those that never come count as the horizon); as the horizon shrinks this becomes the order by hazard. A head is placed
+among the others when it becomes one and now and then as it ages, so that a victim costs O(log classes), however many levels there are.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated
 
 from admission.eviction.policy import EvictionPolicy, Extent, Fate, Knob, Pool, ReturnHazard
-from admission.eviction.ranking import Rank, Ranking, by_depth
+from admission.eviction.ranking import Ranking, by_depth
 
 _STALE_SHARE = 0.05
 """A head's place is computed anew when its idle time has grown by this much: chances of return change with the logarithm of the age."""
@@ -19,7 +21,7 @@ _STALE_SHARE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class ClassHazardParameters:
-    horizon_seconds: Annotated[float, Knob(1, 86_400, "how far ahead returns are told apart", log=True)] = 90.0
+    horizon_seconds: Annotated[float, Knob(1, 86_400, "how far ahead returns are told apart", log=True)] = 150.0
 
 
 def class_hazard(parameters: ClassHazardParameters, pool: Pool) -> EvictionPolicy:
@@ -28,15 +30,21 @@ def class_hazard(parameters: ClassHazardParameters, pool: Pool) -> EvictionPolic
 
 
 class _ClassHazard:
-    __slots__ = ("_dead", "_live", "_parameters", "_places", "_queues", "_returns")
+    __slots__ = ("_changed", "_dead", "_heads", "_live", "_order", "_parameters", "_queues", "_returns", "_stale")
 
     def __init__(self, parameters: ClassHazardParameters, returns: ReturnHazard) -> None:
         self._parameters = parameters
         self._returns = returns
         self._dead = Ranking()
         self._live: dict[str, Ranking] = {}
-        self._places: dict[str, tuple[Extent, float, float, Rank]] = {}
-        """Class → its head, since when that is idle, until when its place is good, and the place."""
+        self._heads: dict[str, tuple[Extent, float]] = {}
+        """Class → its head as it was placed, and since when that was idle."""
+        self._order = Ranking()
+        """The heads by place."""
+        self._stale = Ranking()
+        """The heads by when their place is computed anew."""
+        self._changed: set[str] = set()
+        """Classes whose head may be another."""
         self._queues: dict[int, tuple[Ranking, str | None]] = {}
 
     def insert(self, extent: Extent, now: float) -> None:
@@ -59,25 +67,46 @@ class _ClassHazard:
         dead = self._dead.first()
         if dead is not None:
             return dead
-        heads = [head for queue in self._live.values() if (head := queue.first()) is not None]
-        return min(heads, key=lambda extent: self._place(extent, now), default=None)
+        for name in self._changed:
+            self._look(name, now)
+        self._changed.clear()
+        while (due := self._stale.first_rank()) is not None and due[0] <= now:
+            stale = self._stale.first()
+            assert stale is not None
+            self._place(stale, now)
+        return self._order.first()
 
     def check_integrity(self) -> None:
-        for ranking in (self._dead, *self._live.values()):
+        for ranking in (self._dead, self._order, self._stale, *self._live.values()):
             ranking.check_integrity()
         assert sum(map(len, (self._dead, *self._live.values()))) == len(self._queues)
         assert all(self._live.values())
+        assert len(self._order) == len(self._stale) == len(self._heads)
+        assert self._live.keys() - self._heads.keys() <= self._changed
+        assert all(head in self._live[name] for name, (head, _) in self._heads.items())
 
-    def _place(self, extent: Extent, now: float) -> Rank:
-        """Where it stands among the heads, smallest first."""
-        known = self._places.get(extent.return_class)
-        if known is not None and known[0] is extent and known[1] == extent.freed_seconds and now < known[2]:
-            return known[3]
-        idle_seconds = max(now - extent.freed_seconds, 0.0)
-        wait = self._returns.time_to_return(extent.return_class, idle_seconds, self._parameters.horizon_seconds)
-        place = (-wait, extent.freed_seconds, -extent.end_block, extent.id)
-        self._places[extent.return_class] = (extent, extent.freed_seconds, now + idle_seconds * _STALE_SHARE, place)
-        return place
+    def _look(self, name: str, now: float) -> None:
+        """Who leads this class now is placed, unless it was."""
+        queue = self._live.get(name)
+        head = None if queue is None else queue.first()
+        known = self._heads.get(name)
+        if head is None or (known is not None and known[0] is head and known[1] == head.freed_seconds):
+            return
+        if known is not None:
+            self._displace(known[0])
+        self._heads[name] = (head, head.freed_seconds)
+        self._place(head, now)
+
+    def _place(self, head: Extent, now: float) -> None:
+        """Where it stands among the heads, smallest first, and until when."""
+        idle_seconds = max(now - head.freed_seconds, 0.0)
+        wait = self._returns.time_to_return(head.return_class, idle_seconds, self._parameters.horizon_seconds)
+        self._order.put(head, (-wait, head.freed_seconds, -head.end_block, head.id))
+        self._stale.put(head, (max(now + idle_seconds * _STALE_SHARE, math.nextafter(now, math.inf)),))
+
+    def _displace(self, head: Extent) -> None:
+        self._order.discard(head)
+        self._stale.discard(head)
 
     def _put(self, extent: Extent) -> None:
         name = None
@@ -86,13 +115,21 @@ class _ClassHazard:
         else:
             name = extent.return_class
             queue = self._live.setdefault(name, Ranking())
+            self._changed.add(name)
         queue.put(extent, by_depth(extent, extent.freed_seconds))
         self._queues[extent.id] = (queue, name)
 
     def _drop(self, extent: Extent) -> None:
-        if extent.id in self._queues:
-            queue, name = self._queues.pop(extent.id)
-            queue.discard(extent)
-            if name is not None and not queue:
-                del self._live[name]
-                self._places.pop(name, None)
+        if extent.id not in self._queues:
+            return
+        queue, name = self._queues.pop(extent.id)
+        queue.discard(extent)
+        if name is None:
+            return
+        if name in self._heads and self._heads[name][0] is extent:
+            self._displace(extent)
+            del self._heads[name]
+            self._changed.add(name)
+        if not queue:
+            del self._live[name]
+            self._changed.discard(name)

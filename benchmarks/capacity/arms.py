@@ -63,5 +63,5 @@ ARMS: dict[str, Arm] = {
 }
 QUICK_ARMS = ("plain", "plugin_said", "plugin_inferred")
 
-HAZARD_PARAMETERS = {"horizon_seconds": 90.0 / TIME_SCALE}
+HAZARD_PARAMETERS = {"horizon_seconds": 150.0 / TIME_SCALE}
 """Of class_hazard, in the engine's time."""

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from admission.lifecycle import TurnEnd
+from admission.last_turn import TurnEnd
 from replays.generator import GeneratorSettings, generate_sessions
 from replays.return_prior import CONTEXT_TOKENS, distinct, held_back
 from replays.traces import HashIds, Request, Session, TraceSet, session_from_weka

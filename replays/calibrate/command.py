@@ -31,7 +31,7 @@ def calibrate(
     decode_tokens: PositiveInt = 64,
     repeats: PositiveInt = 3,
 ) -> int:
-    """Measure a running, idle vLLM and write its profile for `simulate` and `sim-engine`: prefill by length, decode by batch and context.
+    """Measure a running, idle vLLM and write its profile for `simulate` and `sim-engine`: prefills and decode steps.
 
     Parameters
     ----------
@@ -58,6 +58,7 @@ def calibrate(
         tuple((context, new) for context, new in plan.cached if context + new <= longest),
         tuple(n for n in plan.sequences if n <= most_sequences),
         tuple(context for context in plan.contexts if context <= longest),
+        tuple((others, new) for others, new in plan.joined if others <= most_sequences and new <= longest),
         decode_tokens,
         repeats,
     )
@@ -92,10 +93,13 @@ def calibrate(
 def points_table(points: list[Measured]) -> Table:
     """What was measured beside what the fitted constants say."""
     table = Table("point", "measured, ms", "model, ms", "error", "held back")
+    names = {
+        "prefill": "{0.num_new:,} behind {0.context:,}",
+        "joined": "{0.num_new:,} beside {0.num_sequences} × {0.context:,}",
+        "decode": "{0.num_sequences} × {0.context:,} decode",
+    }
     for point in points:
-        name = (
-            f"{point.num_sequences} × {point.context:,} decode" if point.kind == "decode" else f"{point.num_new:,} behind {point.context:,}"
-        )
+        name = names[point.kind].format(point)
         cells = (f"{1000 * point.seconds:.2f}", f"{1000 * point.predicted_seconds:.2f}", f"{point.error:+.1%}")
         table.add_row(name, *cells, "yes" if point.held_back else "")
     return table

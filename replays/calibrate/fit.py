@@ -1,6 +1,7 @@
 """The linear cost model fitted to measured points: non-negative least squares of relative errors, a third of the points held back.
 
-A prefill as the client sees it takes r + t·(prompt) + a0·(steps) + a3·n + a4·Σ n·L, a decode step a0 + a1·n + a2·ΣL. There are seven
+A prefill as the client sees it takes r + t·(prompt) + a0·(steps) + a3·n + a4·Σ n·L, a decode step a0 + a1·n + a2·ΣL. A prefill that joins
+b others waits for half a step of theirs, shares its own steps with them, and takes b·(one constant more) outside of steps. There are eight
 constants, so every subset of them is solved exactly, and the best one without a negative member is taken: no starting point, no iteration.
 """
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from replays.simulator.profile_file import Constants, Measured
 
-_NUM_CONSTANTS = 7
+_NUM_CONSTANTS = 8
 _HELD_BACK_EVERY = 3
 _DAMPING = 1e-9
 Row: TypeAlias = "tuple[float, ...]"
@@ -41,8 +42,7 @@ def fit(points: Sequence[Measured], max_num_batched_tokens: int) -> tuple[Consta
     seconds = np.array([point.seconds for point in fitted])
     solution = _non_negative(rows / seconds[:, None])
     predicted = [float(np.dot(_row(point, max_num_batched_tokens), solution)) for point in points]
-    step, sequence, context, prefill, product, request, token = map(float, solution)
-    return Constants(step, sequence, context, prefill, product, request, token), [
+    return Constants(*map(float, solution)), [
         msgspec.structs.replace(point, predicted_seconds=value) for point, value in zip(points, predicted, strict=True)
     ]
 
@@ -50,10 +50,13 @@ def fit(points: Sequence[Measured], max_num_batched_tokens: int) -> tuple[Consta
 def _row(point: Measured, budget: int) -> Row:
     """What each constant is multiplied by."""
     if point.kind == "decode":
-        return (1.0, point.num_sequences, point.num_sequences * point.context, 0.0, 0.0, 0.0, 0.0)
-    chunks = [(start, min(budget, point.num_new - start)) for start in range(0, point.num_new, budget)]
-    product = sum(n * (2 * (point.context + start) + n) // 2 for start, n in chunks)
-    return (float(len(chunks)), 0.0, 0.0, point.num_new, product, 1.0, point.context + point.num_new)
+        return (1.0, point.num_sequences, point.num_sequences * point.context, 0.0, 0.0, 0.0, 0.0, 0.0)
+    others, cached = (point.num_sequences, 0) if point.kind == "joined" else (0, point.context)
+    chunks = [(start, min(budget - others, point.num_new - start)) for start in range(0, point.num_new, budget - others)]
+    product = sum(n * (2 * (cached + start) + n) // 2 for start, n in chunks)
+    steps = len(chunks) + (0.5 if others else 0.0)
+    decoded = (steps, steps * others, steps * others * point.context)
+    return (*decoded, point.num_new, product, 1.0, cached + point.num_new, others)
 
 
 def _non_negative(rows: np.ndarray[tuple[int, int], np.dtype[np.float64]]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

@@ -1,4 +1,4 @@
-"""Measures a running engine over HTTP: how long prefills take, cold and behind a cached prefix, and how long decode steps take.
+"""Measures a running engine over HTTP: prefills, cold, behind a cached prefix and beside sequences that decode, and decode steps.
 
 Prompts are random token ids, so nothing is found that was not put there. Each point is the median of a few repeats, after one that is
 thrown away: engines compile and capture on first use.
@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import fmean, median
 
 import aiohttp
 import msgspec
@@ -21,6 +21,11 @@ from replays.simulator.profile_file import Measured
 
 _FIRST_ID, _LAST_ID = 300, 2000
 _LEAST_SECONDS = 1e-5
+_JOINED_CONTEXT, _LONG_ANSWER = 128, 512
+"""Tokens of each sequence that decodes while another joins: its prompt, and what it generates before it starts anew."""
+_JOINS = 6
+"""Prompts that join, for each repeat; the first sixth is thrown away."""
+_JOIN_PAUSE_SECONDS = 0.05, 0.15
 _METRIC = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 
 
@@ -37,6 +42,8 @@ class Plan:
     """(context, new)."""
     sequences: tuple[int, ...] = (1, 2, 4, 8, 16)
     contexts: tuple[int, ...] = (256, 2048, 8192)
+    joined: tuple[tuple[int, int], ...] = ((1, 256), (2, 256), (4, 256), (8, 256), (2, 2048), (4, 2048), (8, 2048))
+    """(sequences that decode, new)."""
     num_decode_tokens: int = 64
     repeats: int = 3
 
@@ -48,6 +55,7 @@ class Plan:
             tuple((context, new) for context, new in self.cached if context + new <= most),
             self.sequences,
             tuple(context for context in self.contexts if context <= most),
+            tuple((others, new) for others, new in self.joined if others * (_JOINED_CONTEXT + _LONG_ANSWER) + new <= most),
             self.num_decode_tokens,
             self.repeats,
         )
@@ -173,6 +181,29 @@ class Meter:
             seconds.append((await self._batch(prompts, num_tokens) - short) / (num_tokens - 1))
         return Measured("decode", 0, context + num_tokens // 2, num_sequences, max(_LEAST_SECONDS, median(seconds)))
 
+    async def joined(self, num_sequences: int, num_new: int, repeats: int) -> Measured:
+        """Time to the first token of a new prompt while so many sequences decode. It comes at any moment of a step: a mean of many."""
+        others = [asyncio.create_task(self._decode_on()) for _ in range(num_sequences)]
+        seconds = []
+        try:
+            for _ in range(_JOINS * repeats):
+                prompt = self.prompt(num_new)
+                await asyncio.sleep(self.rng.uniform(*_JOIN_PAUSE_SECONDS))
+                seen = await self.stream(prompt, 1)
+                seconds.append(seen.first - seen.sent)
+        finally:
+            for task in others:
+                task.cancel()
+            await asyncio.wait(others)
+        for task in others:
+            if not task.cancelled():
+                await task  # why it could not decode
+        return Measured("joined", num_new, _JOINED_CONTEXT + _LONG_ANSWER // 2, num_sequences, fmean(seconds[repeats:]))
+
+    async def _decode_on(self) -> None:
+        while True:
+            await self.stream(self.prompt(_JOINED_CONTEXT), _LONG_ANSWER)
+
     async def _batch(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> float:
         """Seconds until the last of them has ended."""
         streams = await asyncio.gather(*(self.stream(prompt, num_tokens) for prompt in prompts))
@@ -214,6 +245,9 @@ async def measure(url: str, plan: Plan, progress: Callable[[str], None]) -> tupl
         for context, new in [*((0, n) for n in plan.prefills), *plan.cached]:
             progress(f"prefill of {new:,} tokens behind {context:,}")
             points.append(await meter.prefill(new, context, plan.repeats))
+        for others, new in plan.joined:
+            progress(f"prefill of {new:,} tokens beside {others}")
+            points.append(await meter.joined(others, new, plan.repeats))
         for sequences, context in plan.decodes(facts.capacity_tokens):
             progress(f"decode of {sequences} × {context:,} tokens")
             points.append(await meter.decode(sequences, context, plan.num_decode_tokens, plan.repeats))

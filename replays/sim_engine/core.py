@@ -99,10 +99,10 @@ class SimulatedEngine:
     async def generate(self, prompt: array[int], said: Said, *, salt: str = "", session_id: str = "") -> AsyncGenerator[tuple[Live, range]]:
         """Yields the request and the places in its answer that have just been generated. Closing the generator aborts it."""
         arrived = self._now
-        front = self.profile.request_seconds + self.profile.token_seconds * len(prompt)
+        front = self.profile.front_seconds(len(prompt), self.engine.num_requests)
         if front:
             await asyncio.sleep(front / self._speed)
-        live = self._submit(prompt, said, Use(session_id or "unnamed"), salt, arrived)
+        live = self._submit(prompt, said, Use(session_id or "unnamed"), salt, arrived, front)
         request = live.request
         try:
             while request.finished is None or live.num_sent < request.num_generated:
@@ -118,13 +118,13 @@ class SimulatedEngine:
                 self.engine.abort(request, self._now)
                 self._wake.set()
 
-    def _submit(self, prompt: array[int], said: Said, use: Use, salt: str, arrived: float) -> Live:
+    def _submit(self, prompt: array[int], said: Said, use: Use, salt: str, arrived: float, front_seconds: float) -> Live:
         self._next_id += 1
         path = self.chains.add(prompt + array("I", said.ids), salt)
         request = EngineRequest(self._next_id, path, len(prompt), len(said.ids), use)
         live = self._live[request.id] = Live(request, said)
         # The time that this process needed since then is not the simulated engine's.
-        queued = arrived + self.profile.request_seconds + self.profile.token_seconds * len(prompt)
+        queued = arrived + front_seconds
         self.engine.add(request, queued)
         request.arrived = arrived
         self._first_queued = min(self._first_queued, queued)

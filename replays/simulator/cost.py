@@ -78,6 +78,8 @@ class Profile:
     """Of a request outside the engine's steps, before it is queued."""
     token_seconds: float = 0.0
     """The same, for each prompt token."""
+    busy_seconds: float = 0.0
+    """The same, for each request that the engine has already: its HTTP server puts their tokens out meanwhile."""
     num_gpus: int = 1
     """Of one replica: all of its prefill and decode engines."""
     prefill: Profile | None = None
@@ -87,3 +89,7 @@ class Profile:
     kv_bytes_per_token: int = 0
     """On one rank; 0 where it is not known."""
     about: str = ""
+
+    def front_seconds(self, num_prompt_tokens: int, num_requests: int) -> float:
+        """Of a request outside the engine's steps, while the engine has `num_requests` others."""
+        return self.request_seconds + self.token_seconds * num_prompt_tokens + self.busy_seconds * num_requests

@@ -80,8 +80,7 @@ def run_fixed_shape(profile: Profile, shape: FixedShape) -> ShapeFigures:
     outcomes: list[Outcome] = []
     admission = ADMISSION_POLICIES["fcfs"](TicketBook(), Limits(capacity_tokens=1 << 60))
     lives = Lives(Lifecycle(ReturnModel()), says_ends=False)
-    seconds, more = profile.request_seconds, profile.token_seconds
-    server = Server(clock, engines, admission, lives, seconds, more, outcomes.append, handover=handover)
+    server = Server(clock, engines, admission, lives, profile.front_seconds, outcomes.append, handover=handover)
     rng = random.Random(shape.seed)
     left = shape.concurrency * shape.num_requests_each
 

@@ -152,7 +152,8 @@ class Grid:
         first = (PolicySpec(BASELINE), PolicySpec("fcfs"), self.ends[0], None)
         yield first
         for policy, admission, tier in product(self.policies, self.admissions, self.tiers):
-            reads = EVICTION_POLICIES[policy.name].reads_fates or admission.name != "fcfs"
+            keeps_living = tier is not None and tier.exclusive
+            reads = EVICTION_POLICIES[policy.name].reads_fates or admission.name != "fcfs" or keeps_living
             for ends in self.ends if reads else self.ends[:1]:
                 arm = (policy, admission, ends, tier)
                 if arm != first:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from model.m3.kv import CacheGeometry
 from model.m3.sharding import Shard
+from replays.simulator.chains import Branch
 from replays.simulator.engine import EngineRequest
 
 
@@ -71,6 +72,9 @@ class Handover:
         end = start + self.setup_seconds + num_tokens * self._bytes_of_busiest_rank() / self.bytes_per_second
         self._busy_until[source] = end
         return end - now
+
+    def tell(self, branch: Branch, now: float) -> None:
+        """What a prefill engine holds for a decoder it holds whatever becomes of it."""
 
     def _bytes_of_busiest_rank(self) -> int:
         sent: Counter[int] = Counter()

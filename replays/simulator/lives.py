@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from admission.lifecycle import Lifecycle, TurnEnd
+from admission.last_turn import TurnEnd
+from admission.lifecycle import Lifecycle
 from replays.simulator.chains import Branch
 from replays.simulator.pool import Use
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from replays.simulator.chains import Branch
     from replays.simulator.engine import EngineRequest
 
 
@@ -18,4 +19,8 @@ class Loader(Protocol):
 
     def load(self, request: EngineRequest, hit: int, num_tokens: int, now: float) -> float:
         """Start bringing what was just offered; seconds until it has come. Changes state."""
+        ...
+
+    def tell(self, branch: Branch, now: float) -> None:
+        """What becomes of `branch` has changed. Changes state."""
         ...

@@ -14,12 +14,12 @@ from replays.simulator.options import EngineOptions
 class Measured(msgspec.Struct, frozen=True):
     """One measured point.
 
-    A prefill of `num_new` tokens behind `context` cached ones, as the client sees it; or the step of `num_sequences` that decode with
-    `context` tokens each.
+    A prefill of `num_new` tokens behind `context` cached ones, as the client sees it; the step of `num_sequences` that decode with
+    `context` tokens each; or both, joined: a prefill of `num_new` tokens that comes at any moment while so many decode.
     """
 
     kind: str
-    """prefill or decode."""
+    """prefill, decode or joined."""
     num_new: int
     context: int
     num_sequences: int
@@ -43,6 +43,8 @@ class Constants(msgspec.Struct, frozen=True):
     per_prefill_product: float
     request: float
     token: float
+    busy: float = 0.0
+    """Outside of steps too, for each other request that the engine has."""
 
 
 class ProfileFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,5 +100,6 @@ def profile_of(file: ProfileFile) -> Profile:
         ),
         request_seconds=constants.request,
         token_seconds=constants.token,
+        busy_seconds=constants.busy,
         about=f"calibrated on {file.engine}, {file.measured}",
     )

@@ -32,7 +32,7 @@ from replays.simulator.profiles import find_profile
 from replays.simulator.report import SimulationReport, make_report
 from replays.simulator.scripts import Script
 from replays.simulator.server import Server
-from replays.simulator.tiers import CpuTier, TierOptions
+from replays.simulator.tiers import CpuTier, TierOptions, lru
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +93,7 @@ class Simulation:
                 self._lives.lifecycle,
             ),
             self._lives,
-            self.profile.request_seconds,
-            self.profile.token_seconds,
+            self.profile.front_seconds,
             self.outcomes.append,
             handover=handover,
             on_ended=self.anatomy.ended,
@@ -112,24 +111,22 @@ class Simulation:
         choice = EVICTION_POLICIES[options.policy]
         fates = Fates(options.knowledge, self._uses if choice.needs_future else None, self._lives.is_left)
         if options.tier is None or profile is not (self.profile.prefill or self.profile):
-            return Engine(settings, BlockPool(settings.num_blocks, self._policy(), fates, self.anatomy.evicted), profile.cost)
-        tier = CpuTier(options.tier, settings.block_size, profile.cost, settings.drops_last_block)
+            return Engine(
+                settings, BlockPool(settings.num_blocks, self._policy(settings.num_blocks), fates, self.anatomy.evicted), profile.cost
+            )
+        policy = self._policy if options.tier.exclusive else lru
+        tier = CpuTier(options.tier, settings.block_size, profile.cost, settings.drops_last_block, policy, fates)
         self.tiers.append(tier)
 
         def evicted(branch: Branch, start: int, end: int, extent: PooledExtent, now: float) -> None:
             self.anatomy.evicted(branch, start, end, extent, now)
-            tier.evicted(branch, start, end)
+            tier.evicted(branch, start, end, extent, now)
 
-        def stored(branch: Branch, start: int, end: int, now: float) -> None:
-            tier.stored(branch, start, end)
-
-        pool = BlockPool(settings.num_blocks, self._policy(), fates, evicted, stored)
+        pool = BlockPool(settings.num_blocks, self._policy(settings.num_blocks), fates, evicted, tier.stored)
         return Engine(settings, pool, profile.cost, loader=tier)
 
-    def _policy(self) -> EvictionPolicy:
-        options = self.options
-        pool = Pool(self.engine_options.num_blocks, self.returns)
-        return EVICTION_POLICIES[options.policy].build(pool, options.parameters)
+    def _policy(self, num_blocks: int) -> EvictionPolicy:
+        return EVICTION_POLICIES[self.options.policy].build(Pool(num_blocks, self.returns), self.options.parameters)
 
     def run(self) -> SimulationReport:
         self.loop.start()

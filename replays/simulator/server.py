@@ -59,9 +59,8 @@ class Server:
     engines: Sequence[Engine]
     admission: AdmissionPolicy
     lives: Lives
-    request_seconds: float = 0.0
-    """Fixed time of a request outside the engine: HTTP, rendering, tokens."""
-    token_seconds: float = 0.0
+    front_seconds: Callable[[int, int], float] = lambda num_prompt_tokens, num_requests: 0.0
+    """Of a request outside the engine's steps: HTTP, rendering, tokens (`Profile.front_seconds`)."""
     on_outcome: Callable[[Outcome], None] = lambda outcome: None
     handover: Handover | None = None
     """Prefill and decode apart: the first engines prefill, the others decode."""
@@ -101,7 +100,7 @@ class Server:
         limit = (call.num_prompt_tokens - 1) // size
         self._changed(self.lives.started(call, now))
         self._paths[call.name] = call.path
-        self._claim(call, now)
+        self._claim(call)
         call.num_ceiling_blocks = _sent_before(call.path, limit, call.num_prompt_tokens // size)
         resident = engine.pool.hit_depth(call.path, limit) * size
         self._next_id += 1
@@ -131,7 +130,7 @@ class Server:
             call = self._held.pop(grant.request_id)
             call.ticket = grant.ticket
             call.granted = self.clock.now
-            delay = self.request_seconds + self.token_seconds * call.num_prompt_tokens
+            delay = self.front_seconds(call.num_prompt_tokens, self.engines[call.replica].num_requests)
             if delay:
                 self.clock.at(self.clock.now + delay, lambda call=call: self._start(call))  # type: ignore[misc]  # bound early
             else:
@@ -211,8 +210,7 @@ class Server:
         """What is believed of these sessions has changed: the pools and the admission policy hear of it."""
         for session_id in session_ids:
             for branch in self._paths.get(session_id, ()):
-                for engine in self.engines:
-                    engine.pool.tell(branch, self.clock.now)
+                self._tell(branch, self.engines)
             if self.lives.is_over(session_id):
                 self._paths.pop(session_id, None)
                 self._granted(self.admission.session_ended(session_id, self.clock.now))
@@ -287,30 +285,36 @@ class Server:
         self._granted(self.admission.due(self.clock.now))
         self._plan_due()
 
-    def _claim(self, call: Call, now: float) -> None:
+    def _claim(self, call: Call) -> None:
         """The stream's newest prompt is this one: what it no longer has is cut."""
         depth = call.path[-1].start
         old, _ = self._claimed.get(call.stream, ((), 0))
         self._claimed[call.stream] = (call.path, depth)
         mine = {branch: end for branch, _, end in covered(call.path, 0, depth)}
-        pool = self.engines[call.replica].pool
+        engine = self.engines[call.replica]
         for branch in old:
             if branch not in mine and branch.claims.pop(call.stream, None) is not None:
                 branch.ended = False
-                pool.tell(branch, now)
+                self._tell(branch, [engine])
         for branch, end in mine.items():
             before = branch.live_to
             branch.claims[call.stream] = end
             branch.last_claim = call.stream
             if branch.live_to != before:
-                pool.tell(branch, now)
+                self._tell(branch, [engine])
 
     def _drop_claims(self, stream: int, path: Path, *, ended: bool) -> None:
         for branch in path:
             if branch.claims.pop(stream, None) is not None:
                 branch.ended = ended
-                for engine in self.engines:
-                    engine.pool.tell(branch, self.clock.now)
+                self._tell(branch, self.engines)
+
+    def _tell(self, branch: Branch, engines: Sequence[Engine]) -> None:
+        """What becomes of it has changed."""
+        for engine in engines:
+            engine.pool.tell(branch, self.clock.now)
+            if engine.loader is not None:
+                engine.loader.tell(branch, self.clock.now)
 
 
 def _sent_before(path: Path, limit: int, num_blocks: int) -> int:

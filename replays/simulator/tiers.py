@@ -1,20 +1,24 @@
 """The CPU tier under the pool: what it holds of each branch on each rank, and how long it takes to bring it back.
 
-*Exclusive*: a block goes into the tier when it leaves the pool, and out of it when it is brought back. *Inclusive*: a block is stored when
-it is computed, as LMCache does unless told otherwise, and stays. Inside the tier the branch that was used longest ago loses its tail first.
-A block is there when every rank has it. Storing takes no time here: it is off the path of a step.
+*Exclusive*, as the plugin's own tier is: a block goes into the tier when it leaves the pool, unless it is believed dead, and out of it when
+it is brought back or believed dead; inside, the engine's eviction policy chooses by a second object of its own. *Inclusive*: a block is
+stored when it is computed, as LMCache does unless told otherwise, and stays; inside, the branch that was used longest ago goes. Either way
+it loses its tail first. A block is there when every rank has it. Storing takes no time here: it is off the path of a step.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from admission.eviction import EVICTION_POLICIES
+from admission.eviction.policy import EvictionPolicy, Extent, Fate
+from admission.eviction.policy import Pool as PolicyPool
 from replays.simulator.chains import Branch
 from replays.simulator.cost import StepCost, StepWork
 from replays.simulator.engine import EngineRequest
-from replays.simulator.pool import Path, covered
+from replays.simulator.pool import Path, Prospects, covered
+from replays.simulator.tier_part import TierPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,69 +43,9 @@ class TierOptions:
     """What one request alone generated goes into the tier too."""
 
 
-@dataclass(slots=True)
-class _Held:
-    """Blocks `low` to `high` (depths) of a branch."""
-
-    low: int
-    high: int
-
-
-class _Rank:
-    """One rank's part, in order of use."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self.used = 0
-        self.held: OrderedDict[Branch, _Held] = OrderedDict()
-
-    def end(self, branch: Branch, start: int) -> int:
-        """Up to where blocks from `start` on are held; `start` where none are."""
-        held = self.held.get(branch)
-        return held.high if held is not None and held.low <= start < held.high else start
-
-    def touch(self, branch: Branch) -> None:
-        if branch in self.held:
-            self.held.move_to_end(branch)
-
-    def add(self, branch: Branch, low: int, high: int) -> None:
-        """Hold these too. Blocks of the branch that do not join them are let go: nothing can be hit across a hole."""
-        held = self.held.get(branch)
-        if held is None or low > held.high or high < held.low:
-            self.drop(branch)
-            held = self.held[branch] = _Held(low, high)
-            self.used += high - low
-        else:
-            before = held.high - held.low
-            held.low, held.high = min(low, held.low), max(high, held.high)
-            self.used += held.high - held.low - before
-        self.held.move_to_end(branch)
-        while self.used > self.num_blocks:
-            self._shrink()
-
-    def take(self, branch: Branch, end: int) -> None:
-        """Blocks before `end` go: they are in the pool again."""
-        held = self.held.get(branch)
-        if held is None or end <= held.low:
-            return
-        gone = min(end, held.high) - held.low
-        held.low += gone
-        self.used -= gone
-        if held.low >= held.high:
-            del self.held[branch]
-
-    def drop(self, branch: Branch) -> None:
-        held = self.held.pop(branch, None)
-        if held is not None:
-            self.used -= held.high - held.low
-
-    def _shrink(self) -> None:
-        branch, held = next(iter(self.held.items()))
-        gone = min(self.used - self.num_blocks, held.high - held.low)
-        held.high -= gone
-        self.used -= gone
-        if held.low >= held.high:
-            del self.held[branch]
+def lru(num_blocks: int) -> EvictionPolicy:
+    """What LMCache ranks by."""
+    return EVICTION_POLICIES["lru"].build(PolicyPool(num_blocks))
 
 
 @dataclass(eq=False)
@@ -113,48 +57,69 @@ class CpuTier:
     cost: StepCost
     drops_last_block: bool = False
     """The engine computes the last block of what is found again."""
+    policy: Callable[[int], EvictionPolicy] = lru
+    """Makes one that ranks what is in so many blocks."""
+    prospects: Prospects | None = None
+    """What becomes of a branch; None: nobody knows."""
     num_loaded_tokens: int = 0
     num_stored_tokens: int = 0
     num_failed_loads: int = 0
     _busy_until: float = 0.0
-    _ranks: list[_Rank] = field(init=False)
+    _ranks: list[TierPart] = field(init=False)
 
     def __post_init__(self) -> None:
         options = self.options
         shares: Sequence[float] = options.rank_capacity or (1.0,)
-        self._ranks = [_Rank(int(options.capacity_tokens * share) // self.block_size) for share in shares]
+        sizes = [int(options.capacity_tokens * share) // self.block_size for share in shares]
+        self._ranks = [TierPart(size, self.policy(size)) for size in sizes]
 
     @property
     def num_held_blocks(self) -> int:
         """Of the rank that holds most."""
         return max(rank.used for rank in self._ranks)
 
-    def evicted(self, branch: Branch, start: int, end: int) -> None:
-        """Blocks have left the pool. Changes state."""
-        if self.options.exclusive:
-            self._store(branch, start, end)
+    def evicted(self, branch: Branch, start: int, end: int, facts: Extent, now: float) -> None:
+        """Blocks have left the pool, of which `facts` says what is known. Changes state."""
+        if self.options.exclusive and facts.fate is Fate.LIVE:
+            self._store(branch, start, end, facts, now)
 
-    def stored(self, branch: Branch, start: int, end: int) -> None:
+    def stored(self, branch: Branch, start: int, end: int, now: float) -> None:
         """Blocks were computed into the pool. Changes state."""
         if self.options.exclusive:
             for rank in self._ranks:
-                rank.take(branch, end)
+                rank.take(branch, end, now)
         else:
-            self._store(branch, start, end)
+            self._store(branch, start, end, Extent(0, "", 0, now, now), now)
 
-    def _store(self, branch: Branch, start: int, end: int) -> None:
+    def tell(self, branch: Branch, now: float) -> None:
+        """What becomes of `branch` has changed. Changes state."""
+        if self.prospects is None or not self.options.exclusive:
+            return
+        parts = [rank for rank in self._ranks if branch in rank.held]
+        outlook = self.prospects.outlook(branch, now) if parts else ()
+        alive_to = 0
+        for depth, _, fate, _ in outlook:
+            if fate is not Fate.LIVE:
+                break
+            alive_to = depth
+        for rank in parts:
+            low = rank.held[branch].low
+            rank.cut(branch, alive_to, now)
+            rank.foresee(branch, next(use for depth, _, _, use in outlook if low < depth), now)
+
+    def _store(self, branch: Branch, start: int, end: int, facts: Extent, now: float) -> None:
         if branch.generated and not self.options.stores_generated:
             return
         self.num_stored_tokens += (end - start) * self.block_size
         for rank in self._ranks:
-            rank.add(branch, start, end)
+            rank.add(branch, start, end, facts, now)
 
     def offer(self, request: EngineRequest, hit: int, limit: int, now: float) -> int:
         """A tier that is slower than computing offers nothing."""
         path = request.path
         for rank in self._ranks:
             for branch in path:
-                rank.touch(branch)
+                rank.touch(branch, now)
         asked = self._ranks if self.options.asks_all_ranks else self._ranks[:1]
         chunk = self.options.chunk_blocks
         depth = min(_depth(rank, path, hit, limit) for rank in asked) // chunk * chunk - self.drops_last_block
@@ -173,7 +138,7 @@ class CpuTier:
         if self.options.exclusive:
             for branch, _, end in covered(request.path, hit, depth):
                 for rank in self._ranks:
-                    rank.take(branch, end)
+                    rank.take(branch, end, now)
         return seconds
 
     def _seconds(self, num_blocks: int, now: float) -> float:
@@ -188,7 +153,7 @@ class CpuTier:
         return self.cost.step_seconds(StepWork(0, 0, num_tokens, context)) - self.cost.step_seconds(StepWork(0, 0, 0, 0))
 
 
-def _depth(rank: _Rank, path: Path, hit: int, limit: int) -> int:
+def _depth(rank: TierPart, path: Path, hit: int, limit: int) -> int:
     """Blocks of the path's front, at most `limit`, that this rank holds behind the `hit` ones that the pool has."""
     depth = hit
     for branch, start, end in covered(path, hit, limit):

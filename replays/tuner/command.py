@@ -92,7 +92,8 @@ def tune_command(
     ends
         Whether policies are told that a session has ended, as in `simulate`.
     seeds
-        Each setting is simulated with each of these.
+        Each setting is simulated with each of these, one after the other, for as long as it keeps up with the best; the best with as many
+        fresh ones.
     trials
         Settings to try, those that the study has already counted in.
     held_back
@@ -144,6 +145,7 @@ def _apply(where: str, admin_key: str, setting: Setting) -> None:
 def _tune(job: Job, journal: Path | None, out: Path | None) -> Setting:
     """Search, judge, report; the winner."""
     # Optuna and matplotlib take a second to import, which only this command should pay.
+    from replays.tuner.front import whole
     from replays.tuner.judge import held_back_seeds, judge
     from replays.tuner.report import TUNE_DEFINITIONS, TuneReport, trials_of, tune_tables
     from replays.tuner.search import open_study, processes, search, tried
@@ -153,8 +155,9 @@ def _tune(job: Job, journal: Path | None, out: Path | None) -> Setting:
     with processes(job.tuned, job.jobs) as executor:
         base = _at_load(job, executor, job.seeds)
         with progress_bar("searching") as progress:
-            search(opened, job.space, base, job.seeds, job.num_trials, executor, job.jobs, progress)
-    trials, best, plain = trials_of(tried(opened))
+            cpu_seconds = search(opened, job.space, base, job.seeds, job.num_trials, executor, job.jobs, progress)
+    found = tried(opened)
+    trials, best, plain = trials_of(found)
     setting = next(trial.setting for trial in trials if trial.number == best)
     with processes(job.held_back, job.jobs) as executor:
         held_back = _at_load(job, executor, held_back_seeds(job.seeds))
@@ -171,6 +174,8 @@ def _tune(job: Job, journal: Path | None, out: Path | None) -> Setting:
         tier_tokens=job.base.tier.capacity_tokens if job.base.tier is not None else 0,
         seeds=list(job.seeds),
         seconds=time.monotonic() - started,
+        search_cpu_seconds=cpu_seconds,
+        num_whole=len(whole(found)),
         trials=trials,
         winner=best,
         baseline=plain,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import fmean, stdev
 
 from replays.simulator.grid import BASELINE, PointReport
 from replays.tuner.space import Setting
@@ -18,11 +19,13 @@ _WORST_SECONDS = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """One setting and what it came to: over all seeds, or on the first, where it fell behind."""
+    """One setting and what it came to: over all seeds of the search, or over the first of them, where it fell behind."""
 
     number: int
     setting: Setting
     point: PointReport
+    by_seed: Sequence[PointReport] = field(default_factory=list)
+    """The same seed by seed, and those with which finalists are played once more behind them."""
 
 
 def objectives(point: PointReport) -> list[float]:
@@ -59,18 +62,44 @@ def baseline(found: Sequence[Tried]) -> Tried:
 
 
 def winner(found: Sequence[Tried]) -> Tried:
-    """The smallest gap to the ceiling among those that keep the baseline's throughput; equal ones by hit rate and TTFT p95.
+    """The smallest gap to the ceiling with its doubt, among those that keep the baseline's throughput; equal ones by hit rate and TTFT.
 
-    Not the hit rate itself: an engine that is faster gets to other turns in the same time, and their ceiling is another.
+    Not the hit rate itself: an engine that is faster gets to other turns in the same time, and their ceiling is another. Where finalists
+    were played once more it is one of them: the best of many is best by luck too, and fresh seeds know nothing of that.
     """
-    least = LEAST_THROUGHPUT * baseline(found).point.requests_per_second
-    able = [one for one in whole(found) if one.point.requests_per_second >= least]
-    return max(able, key=_merit)
+    return ranked(found)[0]
 
 
-def _merit(one: Tried) -> tuple[float, float, float, int]:
+def ranked(found: Sequence[Tried]) -> list[Tried]:
+    """Those that `winner` chooses from, the best first."""
+    plain = baseline(found)
+    able = [one for one in whole(found) if len(one.by_seed) == len(plain.by_seed) and keeps_throughput(one, plain)]
+    return sorted(able, key=lambda one: _merit(one, plain), reverse=True)
+
+
+def keeps_throughput(one: Tried, plain: Tried, least: float = LEAST_THROUGHPUT) -> bool:
+    """Over the seeds that both were played with."""
+    pairs = list(zip(one.by_seed, plain.by_seed, strict=False)) or [(one.point, plain.point)]
+    return sum(mine.requests_per_second for mine, _ in pairs) >= least * sum(theirs.requests_per_second for _, theirs in pairs)
+
+
+def gap_left(one: Tried, plain: Tried) -> float:
+    """Share of the baseline's gap that it leaves on the seeds that both were played with, and how far this may be off by chance.
+
+    Seeds are paired: one that is harder for all says nothing of a setting. Points, where nobody knows the seeds or the baseline has no gap.
+    """
+    pairs = [(mine.gap_points or 0.0, theirs.gap_points or 0.0) for mine, theirs in zip(one.by_seed, plain.by_seed, strict=False)]
+    pairs = pairs or [(one.point.gap_points or 0.0, 0.0)]
+    mine, theirs = (fmean(side) for side in zip(*pairs, strict=True))
+    if not theirs:
+        return mine
+    left = [gap / base for gap, base in pairs if base]
+    return mine / theirs + (stdev(left) / len(left) ** 0.5 if len(left) > 1 else 0.0)
+
+
+def _merit(one: Tried, plain: Tried) -> tuple[float, float, float, int]:
     point = one.point
-    return -(point.gap_points or 0.0), point.hit_rate or 0.0, -(point.ttft_p95_seconds or 0.0), -one.number
+    return -gap_left(one, plain), point.hit_rate or 0.0, -(point.ttft_p95_seconds or 0.0), -one.number
 
 
 def whole(found: Sequence[Tried]) -> list[Tried]:

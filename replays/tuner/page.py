@@ -34,7 +34,8 @@ def _row(cells: Sequence[str]) -> str:
 
 def _trial_row(trial: Trial) -> list[str]:
     point = trial.point
-    return [trial.name, percent(point.hit_rate), number(point.requests_per_second, 3), "front" if trial.on_front else ""]
+    marks = [word for word, applies in (("front", trial.on_front), ("finalist", trial.is_finalist)) if applies]
+    return [trial.name, str(len(point.seeds)), percent(point.hit_rate), number(point.requests_per_second, 3), ", ".join(marks)]
 
 
 def _image(png: bytes, about: str) -> str:
@@ -44,7 +45,7 @@ def _image(png: bytes, about: str) -> str:
 def page(report: TuneReport, trials: bytes, judged: bytes) -> str:
     """The page, with the two pictures in it."""
     about = (
-        f"{len(report.trials)} settings, {len(report.seeds)} seeds each, on {report.num_tuned_sessions} sessions of {report.traces}; "
+        f"{report.looked} ({report.search_cpu_seconds:.0f} CPU s), on {report.num_tuned_sessions} sessions of {report.traces}; "
         f"{report.streams} streams, {report.capacity_tokens:,} tokens, profile {report.profile}, ends {report.ends}."
     )
     ranked = sorted(report.trials, key=lambda trial: -(trial.point.hit_rate or 0.0))
@@ -56,7 +57,7 @@ def page(report: TuneReport, trials: bytes, judged: bytes) -> str:
         _image(trials, "every trial by hit rate, TTFT p95 and throughput"),
         f"<h2>On {report.num_held_back_sessions} sessions that the search has not seen</h2>{_table(JUDGED_COLUMNS, judged_rows(report))}",
         _image(judged, "lru and winner on held-back sessions by load"),
-        f"<h2>Every setting</h2>{_table(('setting', 'hit %', 'req/s', ''), every)}",
+        f"<h2>Every setting</h2>{_table(('setting', 'seeds', 'hit %', 'req/s', ''), every)}",
         f"<h2>Definitions</h2><dl>{words}</dl>",
     ]
     return f"<!doctype html><html lang=en><meta charset=utf-8><title>Tuning</title><style>{_STYLE}</style>{''.join(parts)}</html>\n"

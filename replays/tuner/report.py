@@ -11,13 +11,16 @@ from rich.text import Text
 
 from replays.simulator.grid import DEFINITIONS, PointReport
 from replays.simulator.tables import millions, number, percent
-from replays.tuner.front import LEAST_THROUGHPUT, Tried, baseline, front, winner
+from replays.tuner.front import LEAST_THROUGHPUT, Tried, baseline, front, whole, winner
 from replays.tuner.judge import Judged
 from replays.tuner.space import Setting
 
 TUNE_DEFINITIONS = DEFINITIONS | {
     "front": "trials that none beats in one of hit_rate, ttft_p95_seconds, requests_per_second, preemptions without losing in another",
-    "winner": f"the trial with the smallest gap of those that keep {100 * LEAST_THROUGHPUT:g} % of lru's requests a second",
+    "winner": "the trial with the smallest gap, as a share of lru's on the same seeds and with the standard error of that share, of those "
+    f"that keep {100 * LEAST_THROUGHPUT:g} % of lru's requests a second: among finalists, over the seeds of the search and fresh ones",
+    "finalist": "the best of the search; with lru they were simulated once more, with fresh seeds (a point's figures are of the search)",
+    "num_whole": "trials that were simulated with every seed; the others fell behind on the first, or cost throughput there",
     "judged": "the winner and lru on sessions that the search has not seen, with other seeds; the load of the search first",
     "closed_share": "1 − gap of the winner over gap of lru, on held-back sessions",
 }
@@ -32,6 +35,7 @@ class Trial(Struct, kw_only=True):
     admission: str
     admission_parameters: dict[str, float]
     on_front: bool
+    is_finalist: bool
     point: PointReport
 
     @property
@@ -57,11 +61,19 @@ class TuneReport(Struct, kw_only=True):
     seeds: list[int]
     seconds: float
     """Wall time of this run of the search, the judgement included."""
+    search_cpu_seconds: float
+    """Of this run's simulations, the judgement left out."""
+    num_whole: int
     trials: list[Trial]
     winner: int
     baseline: int
     judged: list[Judged]
     definitions: dict[str, str]
+
+    @property
+    def looked(self) -> str:
+        """How much was simulated, in words."""
+        return f"{len(self.trials)} settings, {self.num_whole} of them with all {len(self.seeds)} seeds"
 
     def trial(self, number: int) -> Trial:
         return next(trial for trial in self.trials if trial.number == number)
@@ -70,6 +82,8 @@ class TuneReport(Struct, kw_only=True):
 def trials_of(found: Sequence[Tried]) -> tuple[list[Trial], int, int]:
     """(trials, the winner's number, the baseline's)."""
     best = {one.number for one in front(found)}
+    most = max(len(one.by_seed) for one in found)
+    finalists = {one.number for one in found if len(one.by_seed) == most} if any(len(one.by_seed) < most for one in whole(found)) else set()
     trials = [
         Trial(
             number=one.number,
@@ -78,6 +92,7 @@ def trials_of(found: Sequence[Tried]) -> tuple[list[Trial], int, int]:
             admission=one.setting.admission,
             admission_parameters=dict(one.setting.admission_parameters),
             on_front=one.number in best,
+            is_finalist=one.number in finalists,
             point=one.point,
         )
         for one in found
@@ -176,7 +191,7 @@ def tune_tables(report: TuneReport) -> Group:
     for row in judged_rows(report):
         judged.add_row(*row)
     title = (
-        f"{len(report.trials)} settings × {len(report.seeds)} seeds on {report.num_tuned_sessions} sessions, "
+        f"{report.looked}, on {report.num_tuned_sessions} sessions, "
         f"{report.streams} streams, {millions(report.capacity_tokens)} tokens, ends {report.ends}, {report.seconds:.0f} s"
     )
     held_back = Text(f"on {report.num_held_back_sessions} held-back sessions", style="bold")

@@ -23,11 +23,20 @@ ORACLE = "farthest_next_use"
 """The bound: what a policy that knows the future would do."""
 PLAIN_ADMISSION = "fcfs"
 _ADMISSION = "admission"
-KEPT = frozenset({"cold_tokens", "quantum_tokens", "trim_step"})
-"""Parameters of admission that are promises to tenants, or a controller of their own: they keep their defaults."""
+KEPT = frozenset({"cold_tokens", "quantum_tokens", "trim_step", "ageing_tokens_per_second", "tau_seconds", "tier_share"})
+"""Parameters of admission that keep their defaults: promises to tenants, a controller of their own, what was measured to change nothing,
+and the tier's share, as alpha scales its product."""
 LONGEST_HOLD_SECONDS = 300.0
 """That a search may let a turn wait: the longer it may, the less is missed, and clients take a long wait for a hang."""
-_SWITCH = 0.25
+KNOWN_GOOD: Sequence[Mapping[str, float]] = (
+    {"alpha": 1.0},
+    {"hold_seconds": LONGEST_HOLD_SECONDS},
+    {"alpha": 1.0, "hold_seconds": LONGEST_HOLD_SECONDS},
+    {"alpha": 0.75, "hold_seconds": LONGEST_HOLD_SECONDS},
+    {"alpha": 1.25, "hold_seconds": LONGEST_HOLD_SECONDS},
+)
+"""Parameters of admission that the documentation speaks for, and what lies around them; those that a policy lacks are left out."""
+_SWITCH = 0.15
 """How often a step goes to other policies."""
 _STEP = 0.15
 """Mean size of a step from a setting, as a share of a parameter's range."""
@@ -86,6 +95,18 @@ class Space:
         pairs = [(policy, self.admissions[0]) for policy in self.policies]
         pairs += [(policy, admission) for policy in self._strongest() for admission in self.admissions[1:]]
         return [self._defaults(policy, admission) for policy, admission in pairs]
+
+    def known_good(self, policy: str) -> list[dict[str, object]]:
+        """The choices to go on with: admission as it is recommended, over this eviction policy."""
+        tried: list[dict[str, object]] = []
+        for admission in self.admissions[1:]:
+            knobs = admission_knobs(admission)
+            for values in KNOWN_GOOD:
+                named = {f"{_ADMISSION}.{admission}.{name}": value for name, value in values.items() if name in knobs}
+                choice = self._defaults(policy, admission) | named
+                if named and choice not in tried:
+                    tried.append(choice)
+        return tried
 
     def _strongest(self) -> list[str]:
         """Those that admission is tried with at once: who knows the dead, or else the last."""
