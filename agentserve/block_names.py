@@ -24,8 +24,8 @@ from agentserve.engines import Engine, GenerateRequest
 from agentserve.errors import EngineError, SetupError
 from agentserve.settings import Settings
 from agentserve.starting import Followed
+from prefix_cache.event_names import block_name
 from prefix_cache.events import BlockStored, EventBatch
-from prefix_cache.residency import block_name
 
 PROBE_SECONDS: Final = 10.0
 """Longest wait for an engine's event of the block that it has computed."""

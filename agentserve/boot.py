@@ -56,6 +56,7 @@ from model.chat.jinja import UnstableTemplate
 from model.chat.jinja_template import TemplateRefused
 from model.tokenizer import Tokenizer, verify
 from prefix_cache.mirror import Mirror
+from prefix_cache.tiers.external import ExternalTiers
 from prefix_cache.tiers.offload import Offload
 from prefix_cache.tiers.ranks import RankLookups
 
@@ -121,7 +122,7 @@ def build(
     tokenizer: Tokenizer,
     chat: ChatFormat,
     mirror: Mirror | None,
-    offload: Offload | None = None,
+    offload: ExternalTiers | None = None,
     others: Sequence[Followed] = (),
     hints: EngineHints | None = None,
 ) -> Server:
@@ -198,7 +199,7 @@ def _replicas(
             ceiling_tokens=settings.sessions.ceiling_tokens,
             mirror=each.mirror,
             offload=each.offload,
-            has_unseen_tier=settings.offload.tier == "exclusive",
+            has_exclusive_tier=settings.offload.tier == "exclusive",
             beside=books,
             lru_blocks=info.num_blocks if isinstance(each.hints, NoHints) else None,  # a plugin orders them by itself
         )
@@ -238,9 +239,11 @@ def watch(metrics: Metrics, replicas: Replicas, namespaces: Namespaces) -> None:
     if offloads:
         resident = "Tokens whole in the offload tier's memory, by its events"
         metrics.watch("offload_resident_tokens", resident, lambda: sum(offload.num_resident_tokens for offload in offloads))
-        metrics.watch("offload_up", "0 while the offload tier's server is known not to run", lambda: all(o.is_up for o in offloads))
-        if offloads[0].ranks is not None:
-            watch_ranks(metrics, offloads[0].ranks)
+    servers = [offload for offload in offloads if isinstance(offload, Offload)]
+    if servers:
+        metrics.watch("offload_up", "0 while the offload tier's server is known not to run", lambda: all(each.is_up for each in servers))
+        if servers[0].ranks is not None:
+            watch_ranks(metrics, servers[0].ranks)
 
 
 def watch_ranks(metrics: Metrics, ranks: RankLookups) -> None:

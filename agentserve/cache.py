@@ -13,7 +13,7 @@ from prefix_cache.demand import Demand, Taker
 from prefix_cache.hits import NOWHERE, Elsewhere, HitTotals, TurnHits, account
 from prefix_cache.in_flight import Computing, InFlight
 from prefix_cache.mirror import Mirror
-from prefix_cache.tiers.offload import ExternalHit, Offload
+from prefix_cache.tiers.external import ExternalHit, ExternalTiers
 from prefix_cache.tree import PrefixTree
 
 
@@ -95,8 +95,8 @@ _MAX_LOOKS = 16
 class CacheBooks:
     """Estimates before, books after. `block_size` None: the engine does not say; then there are no block figures.
 
-    `offload` needs a mirror: what a tier adds is counted beyond what the GPU holds. `has_unseen_tier`: there is one that announces nothing,
-    so that what it brings is counted and not predicted. `beside`: the books of another engine of this server.
+    `offload` needs a mirror: what a tier adds is counted beyond what the GPU holds. `has_exclusive_tier`: whether it is the one of the
+    engine's plugin, followed or not. `beside`: the books of another engine of this server.
     `lru_blocks`: usable blocks of an engine that evicts by last use alone; None where it may not, or does not say how many there are.
     """
 
@@ -106,15 +106,15 @@ class CacheBooks:
         block_size: int | None,
         ceiling_tokens: int,
         mirror: Mirror | None,
-        offload: Offload | None = None,
-        has_unseen_tier: bool = False,
+        offload: ExternalTiers | None = None,
+        has_exclusive_tier: bool = False,
         beside: CacheBooks | None = None,
         lru_blocks: int | None = None,
     ) -> None:
         self.block_size = block_size
         self.mirror = mirror
         self.offload = offload if mirror is not None else None
-        self._unseen = ExternalHit(0, 0) if has_unseen_tier else None
+        self.has_exclusive_tier = has_exclusive_tier
         # An unlimited cache is one, over however many engines; so are the sums.
         self.tree: PrefixTree = PrefixTree(ceiling_tokens) if beside is None else beside.tree
         self.totals: HitTotals = HitTotals() if beside is None else beside.totals
@@ -123,11 +123,6 @@ class CacheBooks:
         self._overtaken: deque[_Overtaken] = deque(maxlen=_MAX_OVERTAKEN)
         self._unannounced: deque[tuple[BlockHash, int]] = deque(maxlen=_MAX_OVERTAKEN)
         """Last blocks of answers whose events are on their way, with the mirror's number of batches when the answer came."""
-
-    @property
-    def has_unseen_tier(self) -> bool:
-        """Whether a tier stands behind the engine that announces nothing."""
-        return self._unseen is not None
 
     def estimate(self, prompt: FlatPrompt, twin_end: int = 0, offload: int = 0, other_replica: int = 0) -> Estimate:
         """Ceiling and prediction of the prompt as it stands. Costs what is new since the prompt was last looked at.
@@ -161,12 +156,10 @@ class CacheBooks:
         prompt.resident_in, prompt.resident_as_of, prompt.num_resident_blocks = mirror, departures, resident
         if self.demand is not None:
             predicted = self.demand.num_left(hashes, resident) * mirror.block_size
-        external = self.offload.predict(hashes, estimate.num_prompt_tokens, predicted) if self.offload is not None else self._unseen
-        given = predicted + external.num_given_tokens if external is not None and external.num_given_tokens else 0
+        external = self.offload.predict(hashes, estimate.num_prompt_tokens, predicted) if self.offload is not None else None
         return replace(
             estimate,
             external=external,
-            elsewhere=replace(estimate.elsewhere, offload=max(estimate.elsewhere.offload, given)),
             predicted=None if mirror.is_suspect else predicted,
             num_resident_blocks=resident,
             removed=tuple(map(mirror.was_removed, hashes[resident : estimate.ceiling // mirror.block_size])),
@@ -300,7 +293,7 @@ class CacheBooks:
             mirror.learn(late.hashes, late.num_cached_tokens, late.guess)
 
     def _external_predicted(self, estimate: Estimate) -> int | None:
-        if self.offload is None or estimate.external is None or estimate.predicted is None:
+        if estimate.external is None or not estimate.external.is_known or estimate.predicted is None:
             return None
         return estimate.external.num_tokens
 
@@ -332,13 +325,20 @@ class CacheBooks:
             volatile_tokens=estimate.volatile_tokens,
             confirmed_evicted=self._evicted(estimate, num_cached_tokens),
             in_flight=sent.in_flight - max(actual, sent.in_flight_start),
-            elsewhere=replace(estimate.elsewhere, in_flight=sent.in_flight),
+            elsewhere=self._elsewhere(estimate, sent, num_cached_tokens),
             recomputed_tokens=recomputed,
             external_predicted=self._external_predicted(estimate),
             external=self._external(estimate, num_cached_tokens),
             # What was resident when it was sent, left while it ran and is missing in its count: the count is of the run after that.
             recomputed_in_gap=first < estimate.num_resident_blocks and self._recomputed(estimate, sent, first, first + 1) > 0,
         )
+
+    def _elsewhere(self, estimate: Estimate, sent: Sent, num_cached_tokens: int | None) -> Elsewhere:
+        known = replace(estimate.elsewhere, in_flight=sent.in_flight)
+        if self.offload is None or estimate.external is None or num_cached_tokens is None:
+            return known
+        ends = self.offload.ends(estimate.hashes, num_cached_tokens, estimate.external)
+        return replace(known, offload=max(known.offload, ends.given), declined=ends.declined)
 
     def _recomputed(self, estimate: Estimate, sent: Sent, start: int, stop: int) -> int:
         """Tokens of the prompt's blocks `start` up to `stop` that this request computed a second time."""

@@ -23,6 +23,7 @@ CURES: Mapping[Cause, str] = {
     Cause.IN_FLIGHT: "agents that begin alike were started at once: let the first one get its first token before the others start",
     Cause.EVICTED: "the KV cache is too small for the live sessions: fewer at a time (--limits-running-turns), more KV memory, or a tier",
     Cause.OFFLOAD_MISSING: "the offload tier lost it: a larger one, a longer read TTL, and every rank must hold it",
+    Cause.OFFLOAD_DECLINED: "the offload tier had it, and computing was quicker than loading: a faster way to it would save that",
     Cause.OTHER_REPLICA: "another engine holds it: route a session's turns to one engine",
     Cause.ISOLATION: "another API key has computed the same: --share-prefixes, if the keys may share",
     Cause.RECOMPUTED: "the engine preempted running turns: fewer at a time (--limits-running-turns), or more KV memory",

@@ -20,6 +20,8 @@ from agentserve.errors import SetupError
 from agentserve.settings import Settings
 from prefix_cache.mirror import Mirror
 from prefix_cache.tiers.chunks import Watermark
+from prefix_cache.tiers.exclusive import ExclusiveOffload
+from prefix_cache.tiers.external import ExternalTiers
 from prefix_cache.tiers.offload import Offload
 
 
@@ -39,7 +41,7 @@ class Followed:
 
     engine: Engine
     mirror: Mirror | None = None
-    offload: Offload | None = None
+    offload: ExternalTiers | None = None
     hints: EngineHints = field(default_factory=NoHints)
     """Its plugin, where it has one."""
 
@@ -98,10 +100,12 @@ async def start_offload(settings: Settings, progress: Callable[[str], None], sta
     return tier
 
 
-def follow_offload(settings: Settings, mirror: Mirror, tier: LmcacheServer | None) -> Offload | None:
+def follow_offload(settings: Settings, mirror: Mirror, tier: LmcacheServer | None) -> ExternalTiers | None:
     """The books of the tiers behind the engine, fed by what the mirror hears. Raises SetupError."""
     options = settings.offload
-    if options.tier != "lmcache":
+    if options.tier == "exclusive":
+        return ExclusiveOffload(mirror)
+    if options.tier == "off":
         return None
     if options.chunk_tokens % mirror.block_size:
         raise SetupError(f"--offload-chunk-tokens must be a multiple of the engine's block of {mirror.block_size} tokens")

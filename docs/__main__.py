@@ -43,7 +43,7 @@ TREE: dict[str, str] = {
     "agentserve/routes": "HTTP routes: parse, hand over, write",
     "agentserve/state": "sessions in Redis or Valkey, so that any server can take the next turn",
     "prefix_cache": "blocks, ceiling, mirror of the engine's cache, hit accounting; no I/O",
-    "prefix_cache/tiers": "what offload tiers behind the GPU hold, chunk by chunk",
+    "prefix_cache/tiers": "what offload tiers behind the GPU hold",
     "admission": "which turn may start; no I/O",
     "admission/eviction": "which blocks leave first",
     "admission/policies": "admission policies by name",

@@ -35,6 +35,8 @@ class Cause(StrEnum):
     """It was resident and its removal was announced."""
     OFFLOAD_MISSING = "offload_missing"
     """Given to an offload tier, but not there any more, or not on every rank."""
+    OFFLOAD_DECLINED = "offload_declined"
+    """An offload tier has it and did not load it, as computing it was quicker."""
     OTHER_REPLICA = "other_replica"
     """Resident on a replica that did not get the request."""
     ISOLATION = "isolation"
@@ -77,6 +79,8 @@ class Elsewhere:
     """Computed under another salt."""
     offload: int = 0
     """Given to an offload tier, or expected to come from one."""
+    declined: int = 0
+    """In an offload tier, which would not load it."""
     other_replica: int = 0
     """Resident at another engine of the deployment."""
 
@@ -126,7 +130,8 @@ def account(
         reachable = ceiling if ceiling_blocks is None else ceiling_blocks
         ends = _whole_ends(elsewhere, num_prompt_tokens, block_size)
         lost: Claims = (
-            (Cause.OFFLOAD_MISSING, ends.offload - actual),
+            (Cause.OFFLOAD_DECLINED, ends.declined - actual),
+            (Cause.OFFLOAD_MISSING, ends.offload - max(actual, ends.declined)),
             (Cause.RECOMPUTED, recomputed_tokens if recomputed_in_gap else 0),
             (Cause.OTHER_REPLICA, ends.other_replica - actual),
             (Cause.EVICTED, confirmed_evicted),
@@ -177,7 +182,7 @@ def _whole_ends(ends: Elsewhere, num_prompt_tokens: int, block_size: int | None)
             return min(max(num_tokens, 0), num_prompt_tokens)
         return _whole(num_tokens, num_prompt_tokens, block_size)
 
-    return Elsewhere(whole(ends.in_flight), whole(ends.isolation), whole(ends.offload), whole(ends.other_replica))
+    return Elsewhere(*map(whole, (ends.in_flight, ends.isolation, ends.offload, ends.declined, ends.other_replica)))
 
 
 def _merged(*parts: list[tuple[Cause, int]]) -> dict[Cause, int]:

@@ -12,9 +12,9 @@ once, but what it knew is kept in doubt, and comes back if the next events expla
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
 from prefix_cache.blocks import BlockHash
 from prefix_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event, EventBatch
@@ -42,6 +42,16 @@ class Gap:
     def ask_from(self) -> int:
         """One before the gap: a batch that we have. If it comes back different, the engine has restarted in between."""
         return max(0, self.start - 1)
+
+
+class Behind(Protocol):
+    """Follows what stands behind this cache and takes what leaves it, announced by name alone in another medium of the same stream."""
+
+    def apply(self, batch: EventBatch, departed: Mapping[int, BlockHash]) -> None:
+        """A batch was taken in, in order and once; `departed`: our hashes by name of what left in it. Changes state."""
+
+    def forget(self) -> None:
+        """The engine has emptied all, or what it announced is lost: nothing is known to be there. Changes state."""
 
 
 @dataclass(slots=True)
@@ -78,6 +88,7 @@ class Mirror:
         self.num_explained_contradictions = 0
         self.on_batch: Callable[[EventBatch], None] | None = None
         """Called with each batch when it is applied: in order, once. For those who follow other media of the same stream."""
+        self.behind: Behind | None = None
         self.sent = SentPrompts(block_size)
         """For those who decode the engine's events."""
         self._medium = medium
@@ -86,6 +97,8 @@ class Mirror:
         self._groups: dict[int | None, Residency] = {None: Residency(max_blocks)}
         """By KV group index; None until the first event says which one it is."""
         self._doubts: _Doubt | None = None
+        self._departed: dict[int, BlockHash] | None = None
+        """What left in the batch that is being applied, where somebody follows it."""
         self._next = 0
         self._last_live = -1
         self._num_right = 0
@@ -157,6 +170,7 @@ class Mirror:
         """The engine is known to have restarted: nothing is resident, and its numbers begin at 0."""
         self.num_restarts += 1
         self._clear(announced=True)
+        self._forget_behind()
         self.is_suspect = False
         self._next = 0
         self._last_live = -1
@@ -219,6 +233,12 @@ class Mirror:
         """
         return min(self.match(hashes, start), max(0, num_prompt_tokens - 1) // self.block_size) * self.block_size
 
+    def hash_of(self, name: int) -> BlockHash | None:
+        """Our hash of a block that the engine calls so and that is resident; None: it is not, or not known. For rare questions."""
+        doubted = self._doubts.groups.values() if self._doubts is not None else ()
+        found = (group.hash_of(name) for group in (*self._groups.values(), *doubted))
+        return next((block_hash for block_hash in found if block_hash is not None), None)
+
     def is_only_learned(self, block_hash: BlockHash) -> bool:
         """Whether the block is known from a response's usage and no event has told of it yet."""
         return any(group.is_only_learned(block_hash) for group in self._groups.values())
@@ -276,12 +296,17 @@ class Mirror:
         """Go on at `seq` although batches before it are lost: what they removed is not known, so nothing is."""
         self.num_lost_batches += seq - self._next
         self._suspect()
+        self._forget_behind()
         self._next = seq
 
     def _suspect(self) -> None:
         self.is_suspect = True
         self._num_right = 0
         self._clear(announced=False)
+
+    def _forget_behind(self) -> None:
+        if self.behind is not None:
+            self.behind.forget()
 
     def _clear(self, *, announced: bool) -> None:
         self._doubts = None
@@ -303,9 +328,12 @@ class Mirror:
         self.num_ignored_events += batch.num_unknown_events
         if self.on_batch is not None:
             self.on_batch(batch)
+        self._departed = {} if self.behind is not None else None
         self._take(batch)
         if self._doubts is not None:
             self._weigh(self._doubts, batch)
+        if self.behind is not None and self._departed is not None:
+            self.behind.apply(batch, self._departed)
 
     def _weigh(self, doubts: _Doubt, batch: EventBatch) -> None:
         """Whether `batch` explains the miss that put `doubts` in doubt: then what was known is known again."""
@@ -324,6 +352,7 @@ class Mirror:
         self._groups = guessed
         if doubts.num_batches >= _NUM_BATCHES_IN_DOUBT:
             self._doubts = None
+            self._forget_behind()
 
     def _take(self, batch: EventBatch) -> None:
         for kind, events in itertools.groupby(batch.events, type):
@@ -339,6 +368,7 @@ class Mirror:
         elif isinstance(event, AllBlocksCleared):
             self.num_clears += 1
             self._clear(announced=True)
+            self._forget_behind()
             self.is_suspect = False
 
     def _store(self, event: BlockStored) -> None:
@@ -370,4 +400,4 @@ class Mirror:
             if group is None:
                 self.num_ignored_events += len(names)
             else:
-                group.remove(names)
+                group.remove(names, self._departed)

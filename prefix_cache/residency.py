@@ -7,33 +7,20 @@ Blocks stand in `runs`; what is beside them here is small or rare.
 from __future__ import annotations
 
 import itertools
-from array import array
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
 
-import msgspec
-import xxhash
-
-from prefix_cache.blocks import TOKEN_BYTES, BlockHash, chain_hashes, root_hash
-from prefix_cache.events import BlockStored, EngineHash, flat_ids
-from prefix_cache.runs import NAME_BYTES, Run, Runs
-from prefix_cache.sent_prompts import SentBlocks
-
-_Key = TypeVar("_Key")
-_Value = TypeVar("_Value")
-
-_MIN_REMEMBERED_REMOVALS = 4096
-_NAME_MASK = (1 << 8 * NAME_BYTES) - 1
-_MAX_ORPHANS = 1024
-_MAX_SIBLINGS = 16
-_MAX_ANCHORS = 64
+from prefix_cache.blocks import BlockHash
+from prefix_cache.event_names import block_hashes, block_name, block_names, first_parent
+from prefix_cache.events import BlockStored, EngineHash
+from prefix_cache.orphans import Orphans
+from prefix_cache.removals import Removals, trim
+from prefix_cache.runs import Run, Runs
 
 
 class Residency:
     """A state machine without a clock; every structure is bounded. `max_blocks` bounds what the engine announces, for when it errs."""
 
     __slots__ = (
-        "_anchors",
         "_copies",
         "_learned",
         "_limit",
@@ -51,12 +38,9 @@ class Residency:
         """Copies beyond the first, by name."""
         self._learned: dict[BlockHash, None] = {}
         """Known from usage, not from events: we cannot tell when these leave."""
-        self._anchors: dict[BlockHash, None] = {}
-        """Ends of hits that usage confirmed: where an unknown parent may belong."""
-        self._orphans: dict[int, list[BlockStored]] = {}
-        """Stored blocks by the parent that is missing."""
-        self._removed: dict[BlockHash, int] = {}
-        """Latest removals, the newest last: twice the `num_departures` of then, and 1 more for a block that has come back."""
+        self._orphans = Orphans()
+        self._removed = Removals(max_blocks)
+        """By the `num_departures` of then."""
         self.num_dropped_blocks = 0
         self.num_departures = num_departures
         """Times that blocks may have left; as long as it stands still, what matched once still does."""
@@ -73,16 +57,16 @@ class Residency:
 
     def store(self, event: BlockStored) -> None:
         """Take in the blocks of one event."""
-        names = _names(event.block_hashes)
+        names = block_names(event.block_hashes)
         if not names:
             return
         at = self._runs.find(block_name(event.parent_block_hash)) if event.parent_block_hash is not None else None
         parent = self._parent_hash(event, at)
         if parent is None:
             self._enter_unresolved(names)
-            self._adopt_later(event)
+            self._orphans.add(event)
             return
-        hashes = _block_hashes(event, parent)
+        hashes = block_hashes(event, parent)
         if len(hashes) != len(names):
             self._enter_unresolved(names)
             return
@@ -90,28 +74,31 @@ class Residency:
         if self._orphans:
             self._resolve_children(list(zip(names, hashes, strict=True)))
 
-    def remove(self, hashes: Sequence[EngineHash]) -> None:
-        """One copy of each leaves; blocks that were never announced are ignored."""
+    def remove(self, hashes: Sequence[EngineHash], departed: dict[int, BlockHash] | None = None) -> None:
+        """One copy of each leaves; blocks that were never announced are ignored. `departed` is given the hashes of those by their names."""
         self.num_departures += 1
-        names = _names(hashes)
+        names = block_names(hashes)
         if self._copies:
             names = [name for name in names if not self._remove_copy(name)]
-        for gone in self._runs.take(names):
-            self._note_removed(gone)
-        _trim(self._removed, self._max_removed)
+        for gone_names, gone in self._runs.take(names):
+            self._removed.note(gone, self.num_departures)
+            if departed is not None:
+                departed.update(zip(gone_names, reversed(gone), strict=False))  # without hashes where they are not known
+        self._removed.trim()
 
     def clear(self, *, announced: bool) -> None:
         """Forget all blocks. `announced`: the engine said that they are gone, so they count as removed; else nothing is known of them."""
         self.num_departures += 1
         if announced:
-            self._removed.update(dict.fromkeys(self._runs.hashes, 2 * self.num_departures))
-            self._removed.update(dict.fromkeys(self._learned, 2 * self.num_departures))
-            _trim(self._removed, self._max_removed)
+            self._removed.note_all(self._runs.hashes, self.num_departures)
+            self._removed.note_all(self._learned, self.num_departures)
+            self._removed.trim()
         else:
             self._removed.clear()
         self._runs.clear()
-        for known in (self._copies, self._learned, self._anchors, self._orphans):
-            known.clear()
+        self._copies.clear()
+        self._learned.clear()
+        self._orphans.clear()
 
     def match(self, hashes: Sequence[BlockHash], start: int = 0) -> int:
         """How many of `hashes` are resident from the first on, in blocks; those before `start` are taken as resident."""
@@ -169,18 +156,22 @@ class Residency:
         """Blocks that the engine announced and those known from usage."""
         return {*self._runs.hashes, *self._learned}
 
+    def hash_of(self, name: int) -> BlockHash | None:
+        """Our hash of the block that the engine calls so; None: it is not here, or not known. Searches all runs: for rare questions."""
+        found = self._runs.find(name)
+        return (found[0].hash_at(found[1]) or None) if found is not None else None
+
     def is_only_learned(self, block_hash: BlockHash) -> bool:
         """Whether it is known from usage and no event has told of it yet."""
         return block_hash in self._learned
 
     def was_removed(self, block_hash: BlockHash) -> bool:
         """Whether it was resident, is not now, and the engine announced that."""
-        removal = self._removed.get(block_hash)
-        return removal is not None and not removal & 1
+        return self._removed.is_away(block_hash)
 
     def removed_since(self, block_hash: BlockHash, num_departures: int) -> bool:
         """Whether its removal was announced after there had been `num_departures`, also if it has been stored again."""
-        return self._removed.get(block_hash, -1) >> 1 > num_departures
+        return self._removed.since(block_hash, num_departures)
 
     def num_returned_since(self, hashes: Sequence[BlockHash], num_departures: int) -> int:
         """How many of `hashes` left after there had been `num_departures`, and are back."""
@@ -201,19 +192,14 @@ class Residency:
             if index >= start and hashes[index] not in self._removed:
                 self._learned[hashes[index]] = None
             index += 1
-        _trim(self._learned, self._limit)
+        trim(self._learned, self._limit)
         if last_hit is not None:
-            self._anchors[last_hit] = None
-            _trim(self._anchors, _MAX_ANCHORS)
-        for parent in list(self._orphans):
-            events = self._orphans.get(parent)  # one that was entered before may have resolved this one
-            anchor = self._find_anchor(events[0]) if events else None
+            self._orphans.confirm(last_hit)
+        for parent in self._orphans.parents:
+            first = self._orphans.first_of(parent)  # one that was entered before may have resolved this one
+            anchor = self._orphans.anchor_of(first, self._learned) if first is not None else None
             if anchor is not None:
                 self._enter_parent(parent, anchor)
-
-    @property
-    def _max_removed(self) -> int:
-        return min(self._limit, max(_MIN_REMEMBERED_REMOVALS, self._limit // 4))
 
     def _remove_copy(self, name: int) -> bool:
         num_copies = self._copies.pop(name, 0)
@@ -221,30 +207,15 @@ class Residency:
             self._copies[name] = num_copies - 1
         return num_copies > 0
 
-    def _note_removed(self, gone: Sequence[BlockHash]) -> None:
-        removed, mark = self._removed, 2 * self.num_departures
-        if not removed.keys().isdisjoint(gone):
-            for block_hash in gone:
-                removed.pop(block_hash, None)  # the newest stand last
-        removed.update(dict.fromkeys(gone, mark))
-
     def _parent_hash(self, event: BlockStored, at: tuple[Run, int] | None) -> BlockHash | None:
         if event.parent_block_hash is None:
-            return root_hash(_salt(event), (event.lora_name or "").encode())
+            return first_parent(event)
         if at is not None and at[0].hashes:
             return at[0].hash_at(at[1])
-        anchor = self._find_anchor(event)
+        anchor = self._orphans.anchor_of(event, self._learned)
         if anchor is not None:
             self._enter_parent(block_name(event.parent_block_hash), anchor)
         return anchor
-
-    def _find_anchor(self, event: BlockStored) -> BlockHash | None:
-        """The learned block that `event` continues: the one under which its first block becomes a learned block as well."""
-        for anchor in self._anchors:
-            first = _block_hashes(event, anchor)[:1]
-            if first and first[0] in self._learned:
-                return anchor
-        return None
 
     def _enter_parent(self, name: int, block_hash: BlockHash) -> None:
         for _ in self._runs.take([name]):
@@ -304,10 +275,7 @@ class Residency:
         if self._learned and not self._learned.keys().isdisjoint(hashes):
             for block_hash in hashes:
                 self._learned.pop(block_hash, None)
-        if not self._removed.keys().isdisjoint(hashes):
-            for block_hash in hashes:
-                if block_hash in self._removed:
-                    self._removed[block_hash] |= 1
+        self._removed.note_back(hashes)
 
     def _count_unresolved(self, names: Sequence[int]) -> None:
         """Blocks that stand here without our hash come again with it: what stood is a copy of what comes."""
@@ -325,19 +293,12 @@ class Residency:
         if new:
             self._runs.append(new, ())
 
-    def _adopt_later(self, event: BlockStored) -> None:
-        assert event.parent_block_hash is not None
-        siblings = self._orphans.setdefault(block_name(event.parent_block_hash), [])
-        siblings.append(event)
-        del siblings[:-_MAX_SIBLINGS]
-        _trim(self._orphans, _MAX_ORPHANS)
-
     def _resolve_children(self, parents: list[tuple[int, BlockHash]]) -> None:
         """Resolve the orphans below `parents`, and theirs."""
         while parents:
             parent_name, parent = parents.pop()
-            for event in self._orphans.pop(parent_name, ()):
-                children = list(zip(_names(event.block_hashes), _block_hashes(event, parent), strict=False))
+            for event in self._orphans.take(parent_name):
+                children = list(zip(block_names(event.block_hashes), block_hashes(event, parent), strict=False))
                 self._resolve(children)
                 parents += children
 
@@ -350,58 +311,3 @@ class Residency:
             if is_waiting:
                 names, hashes = zip(*group, strict=True)
                 self._enter(names, hashes, None)
-
-
-def _block_hashes(event: BlockStored, parent: BlockHash) -> list[BlockHash]:
-    """Our hashes of the event's blocks below `parent`. What else the engine hashed (images, embeddings) is mixed in and so isolates."""
-    keys = [_other_keys(event, index) for index in range(len(event.extra_keys or ()))] if event.extra_keys and any(event.extra_keys) else []
-    known = event.token_ids
-    if not any(keys) and isinstance(known, SentBlocks) and known.parent == parent:
-        return list(known.hashes)
-    token_bytes = flat_ids(event.token_ids).tobytes()
-    if not any(keys):
-        return chain_hashes(parent, token_bytes, event.block_size)
-    step = event.block_size * TOKEN_BYTES
-    hashes: list[BlockHash] = []
-    for index, others in enumerate(keys[: len(token_bytes) // step]):
-        if others:
-            parent = xxhash.xxh3_128_digest(parent + msgspec.msgpack.encode(others))
-        (parent,) = chain_hashes(parent, token_bytes[index * step : (index + 1) * step], event.block_size)
-        hashes.append(parent)
-    return hashes
-
-
-def _salt(event: BlockStored) -> bytes:
-    """The cache salt: the only text, besides the adapter's name, among the keys of a prompt's first block."""
-    texts = [key for key in _without_adapter(event, 0) if isinstance(key, str)]
-    return texts[0].encode() if texts else b""
-
-
-def _other_keys(event: BlockStored, index: int) -> list[object]:
-    """Extra keys of one block that the chain's root does not carry already."""
-    keys = _without_adapter(event, index)
-    return [key for key in keys if not isinstance(key, str)] if index == 0 and event.parent_block_hash is None else keys
-
-
-def _without_adapter(event: BlockStored, index: int) -> list[object]:
-    keys: list[object] = list((event.extra_keys[index] if event.extra_keys else None) or ())
-    return keys[1:] if event.lora_name and keys[:1] == [event.lora_name] else keys
-
-
-def _names(hashes: Sequence[EngineHash]) -> Sequence[int]:
-    try:
-        return array("Q", hashes)  # type: ignore[arg-type]  # what is no int raises
-    except (TypeError, OverflowError):
-        return [block_name(name) for name in hashes]
-
-
-def block_name(name: EngineHash) -> int:
-    """The engine's hash in 64 bits: what it sends by default is the low end of the long form."""
-    return name & _NAME_MASK if isinstance(name, int) else int.from_bytes(name[-NAME_BYTES:], "big")
-
-
-def _trim(known: dict[_Key, _Value], limit: int) -> None:
-    """Drop the oldest entries beyond `limit`; of long tables many at once, as the way to the oldest leads over those dropped before."""
-    if len(known) > limit + limit // 8:
-        for key in list(itertools.islice(known, len(known) - limit)):
-            del known[key]

@@ -163,20 +163,21 @@ class Runs:
             num_blocks -= stop - left[run]
         return left
 
-    def take(self, names: Sequence[int]) -> Iterator[list[BlockHash]]:
-        """Remove the blocks of these names, if they are here; gives the hashes of those that had one, in portions."""
+    def take(self, names: Sequence[int]) -> Iterator[tuple[Sequence[int], list[BlockHash]]]:
+        """Remove the blocks of these names, if they are here. In portions: their names, the last block first, and their hashes, the first
+        block first, or none where those are not known."""
         done = 0
         while done < len(names):
             run = self._tails.get(names[done])
             if run is None:
                 found = self.find(names[done])
                 if found is not None:
-                    yield self._cut_out(*found)
+                    yield names[done : done + 1], self._cut_out(*found)
                 done += 1
                 continue
             num_gone = self._num_last(run, names, done)
             done += num_gone
-            yield self._cut(run, num_gone)
+            yield names[done - num_gone : done], self._cut(run, num_gone)
 
     def rename(self, run: Run, index: int, name: int) -> None:
         """The engine calls a block by another name."""

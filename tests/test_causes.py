@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentserve.cache import CacheBooks
+from agentserve.cache import CacheBooks, Estimate, Sent
 from agentserve.nodes import Node
 from agentserve.prompt import FlatPrompt
 from agentserve.sessions import Relation, Session, TurnKind
@@ -22,6 +22,7 @@ from prefix_cache.events import BlockRemoved, BlockStored, EventBatch
 from prefix_cache.hits import Cause, Elsewhere, TurnHits, account
 from prefix_cache.in_flight import InFlight
 from prefix_cache.mirror import Mirror
+from prefix_cache.tiers.exclusive import ExclusiveOffload
 from tests.scripted import assert_nothing_is_held
 from tests.serving import Reply, Served, chat, serving
 from tests.upstream import FormatRenderer, KvModel, Script, Upstream, UsageOverride, in_thread
@@ -167,17 +168,21 @@ async def test_a_turn_that_queued_is_predicted_as_the_cache_is_when_it_leaves_th
 class Books:
     """The books of one session over a mirror that a test feeds."""
 
-    def __init__(self, lru_blocks: int | None = None, *, has_unseen_tier: bool = False) -> None:
-        self.mirror = Mirror(BLOCK)
+    def __init__(self, lru_blocks: int | None = None, *, follows_tier: bool = False, block_size: int = BLOCK) -> None:
+        self.mirror = Mirror(block_size)
         self.books = CacheBooks(
-            block_size=BLOCK, ceiling_tokens=100_000, mirror=self.mirror, lru_blocks=lru_blocks, has_unseen_tier=has_unseen_tier
+            block_size=block_size,
+            ceiling_tokens=100_000,
+            mirror=self.mirror,
+            offload=ExclusiveOffload(self.mirror) if follows_tier else None,
+            lru_blocks=lru_blocks,
         )
-        self.prompt = FlatPrompt(BLOCK)
+        self.prompt = FlatPrompt(block_size)
         self.session = Session("s", None, self.prompt, 0.0, 0.0)
         self._seq = 0
 
-    def tell(self, event: BlockStored | BlockRemoved) -> None:
-        self.mirror.apply(self._seq, EventBatch(float(self._seq), [event]))
+    def tell(self, *events: BlockStored | BlockRemoved) -> None:
+        self.mirror.apply(self._seq, EventBatch(float(self._seq), [*events]))
         self._seq += 1
 
     def stored(self, ids: list[int]) -> list[int | bytes]:
@@ -186,9 +191,15 @@ class Books:
         return names
 
     def ask(self, ids: list[int], cached: int, **known: int) -> TurnHits:
+        return self.end(ids, self.begin(ids, **known), cached)
+
+    def begin(self, ids: list[int], **known: int) -> tuple[Estimate, Sent]:
         self.prompt.move_to(Node(None, Head(), array("I", ids)))
         estimate = self.books.estimate(self.prompt, **known)
-        sent = self.books.send(estimate)
+        return estimate, self.books.send(estimate)
+
+    def end(self, ids: list[int], begun: tuple[Estimate, Sent], cached: int) -> TurnHits:
+        estimate, sent = begun
         self.books.prefilled(sent)
         self.books.computed(self.prompt, len(ids))
         return self.books.book(self.session, Relation(TurnKind.FIRST), estimate, sent, cached, self.prompt)
@@ -221,8 +232,8 @@ def test_a_turn_is_predicted_without_the_blocks_that_a_running_one_will_take(lru
     assert books.books.demand is None or len(books.books.demand) <= 1  # the answer, whose events have not come
 
 
-def test_what_an_unseen_tier_brings_is_booked_apart_and_not_predicted() -> None:
-    books, ids = Books(has_unseen_tier=True), list(range(640))
+def test_what_a_tier_brings_that_announces_nothing_is_booked_apart_and_not_predicted() -> None:
+    books, ids = Books(follows_tier=True), list(range(640))
     books.ask(ids, 0)
     names = books.stored(ids)
     books.tell(BlockRemoved(block_hashes=names[5:]))

@@ -298,6 +298,22 @@ def test_the_plugins_own_tier_is_room_and_needs_no_connector() -> None:
 
 
 @pytest.mark.parametrize(
+    ("offload", "state", "said"),
+    [
+        (None, State.FOUND, "does not know of the exclusive tier"),
+        ({"kind": "exclusive", "announced_tokens": 9 * 128}, State.FINE, "1,152 tokens by its events"),
+        ({"kind": "exclusive", "announced_tokens": None}, State.FINE, "keeps 9 of 512 blocks"),
+    ],
+)
+def test_a_server_in_front_of_the_plugins_own_tier_has_to_know_of_it(offload: dict[str, Any] | None, state: State, said: str) -> None:
+    facts = with_tier()
+    assert facts.server is not None
+    told = [{**engine, "offload": offload} for engine in facts.server.cache["engines"]]
+    verdict = examine(replace(facts, server=replace(facts.server, cache={**facts.server.cache, "engines": told})))["eviction_plugin"]
+    assert (verdict.state, said in verdict.finding) == (state, True)
+
+
+@pytest.mark.parametrize(
     ("state", "finding"),
     [
         ({"is_ordering": False, "off_because": "ValueError: x"}, "fell back to plain LRU: ValueError: x"),

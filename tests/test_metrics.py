@@ -21,8 +21,10 @@ from agentserve.sessions import TurnKind
 from model.chat.minimax_m3 import MiniMaxM3Format
 from model.conversation import AssistantItem
 from model.tokenizer import Tokenizer
-from prefix_cache.events import BlockStored, EventBatch
+from prefix_cache.events import BlockRemoved, BlockStored, EventBatch
 from prefix_cache.hits import Cause, TurnHits, account
+from prefix_cache.tiers.exclusive import ExclusiveOffload
+from prefix_cache.tiers.offload import Offload
 from tests.processes import wait_until
 from tests.serving import chat, serving
 from tests.upstream import FormatRenderer, KvModel, Script, Upstream, in_thread
@@ -130,7 +132,7 @@ async def test_the_tiers_gauges_follow_what_is_told_of_it(upstream: Upstream, mo
     endpoints = {"engine_events": events.endpoint, "engine_events_replay": events.replay_endpoint}
     with serving(upstream.url, model_folder, offload_tier="lmcache", **endpoints) as served:
         metrics, offload = served.server.metrics, served.server.books.offload
-        assert offload is not None
+        assert isinstance(offload, Offload)
         stored = BlockStored([1], None, list(range(256)), 256, medium="CPU")
         offload.apply(EventBatch(0.0, [stored]))
         first = values(metrics.text())
@@ -138,6 +140,21 @@ async def test_the_tiers_gauges_follow_what_is_told_of_it(upstream: Upstream, mo
         second = values(metrics.text())
     assert (first["offload_resident_tokens"], first["offload_up"]) == (256, 1)
     assert (second["offload_resident_tokens"], second["offload_up"]) == (0, 0)
+
+
+@pytest.mark.anyio
+async def test_an_exclusive_tiers_gauge_counts_its_blocks_and_it_has_no_server(upstream: Upstream, model_folder: Path) -> None:
+    events = upstream.engine.events
+    assert events is not None
+    endpoints = {"engine_events": events.endpoint, "engine_events_replay": events.replay_endpoint}
+    with serving(upstream.url, model_folder, offload_tier="exclusive", **endpoints) as served:
+        metrics, offload = served.server.metrics, served.server.books.offload
+        assert isinstance(offload, ExclusiveOffload)
+        stored, removed = BlockStored([1, 2, 3], None, [], 0, medium="CPU"), BlockRemoved([2], medium="CPU")
+        offload.apply(EventBatch(0.0, [stored, removed]), {1: b"one", 2: b"two"})
+        found = values(metrics.text())
+    assert found["offload_resident_tokens"] == 2 * 32
+    assert not any(name.startswith(("offload_up", "offload_lookups")) for name in found)
 
 
 @pytest.mark.anyio

@@ -20,6 +20,7 @@ from agentserve.engines import Engine
 from agentserve.engines.vllm import VllmEngine
 from benchmarks.history import code
 from benchmarks.offload import Played, Player, external_prediction_error_points, offloading
+from prefix_cache.tiers.offload import Offload
 from tests.processes import Process, descendants, wait_until
 from tests.real_engine import CACHE_FOLDER, Generated, RealEngine, generated
 from tests.redis_server import running_redis
@@ -125,7 +126,7 @@ async def probes_once_found(player: Player, num_attempts: int = 6) -> list[Playe
 async def scenario(url: str, plain: Engine) -> None:
     async with offloading(CACHE_FOLDER, url=url, kv_tokens=KV_TOKENS) as player:
         offload = player.server.books.offload
-        assert offload is not None
+        assert isinstance(offload, Offload)
         player.open(NUM_SESSIONS)
         played = await player.play(NUM_REQUESTS)
         assert sum(one.external for one in played) > 0
@@ -222,7 +223,7 @@ async def two_ranks(url: str, kv_tokens: int = 2048) -> None:
 
         lost = await keys_of_second_rank(store)
         offload = player.server.books.offload
-        assert offload is not None
+        assert isinstance(offload, Offload)
         assert offload.ranks is not None
         ranks = offload.ranks
         assert (ranks.num_differing, ranks.num_given_up_tokens) == (0, 0)

@@ -42,6 +42,16 @@ class Kept:
             self.tier.check_integrity()
         return slots
 
+    def tell(self, told: set[bytes]) -> None:
+        """Somebody who was told of every change until now knows what is here."""
+        came, gone = self.tier.take_changes()
+        assert told.isdisjoint(came)
+        assert told.issuperset(gone)
+        told -= set(gone)
+        told |= set(came)
+        assert len(told) == len(self.tier)
+        assert all(key in self.tier for key in told)
+
     def held(self, chain: list[bytes]) -> list[int]:
         return [at for at, key in enumerate(chain) if key in self.tier]
 
@@ -120,7 +130,10 @@ def test_whatever_happens_slots_are_given_once_and_heads_outlive_tails(policy: s
     rng = random.Random(policy)
     kept = Kept(30, policy)
     chains = {str(number): chain(str(number), 12, head=number % 3 * 2) for number in range(6)}
-    for _ in range(300):
+    told: set[bytes] = set()
+    for number in range(300):
+        if number % 5 == 0:
+            kept.tell(told)
         name = rng.choice(list(chains))
         keys = chains[name]
         held = kept.held(keys)
@@ -145,6 +158,22 @@ def test_whatever_happens_slots_are_given_once_and_heads_outlive_tails(policy: s
     kept.tier.clear()
     kept.tier.check_integrity()
     assert len(kept.tier) == 0
+    kept.tell(told)
+
+
+def test_what_comes_and_goes_between_two_looks_is_told_of_in_neither_and_what_is_abandoned_in_full() -> None:
+    kept, one, two = Kept(20), chain("one", 6), chain("two", 3)
+    kept.evict("one", one, 2, 6)
+    assert kept.tier.take_changes() == (one[:1:-1], [])
+    assert kept.tier.take_changes() == ([], [])
+    kept.tier.load(one, 2, 1)
+    kept.evict("one", one, 2, 3)
+    kept.evict("two", two, 0, 3)
+    kept.tier.cut(kept.branch("two"), 0)
+    assert kept.tier.take_changes() == ([], [])
+    kept.evict("two", two, 0, 3)
+    kept.tier.load(one, 2, 1)
+    assert sorted(kept.tier.abandon()) == one[2:]
 
 
 class FakeBlock:

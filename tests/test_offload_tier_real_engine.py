@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from array import array
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from itertools import count
 
 import pytest
 
 from admission.eviction.policy import Fate
 from agentserve.engines.hints import PluginHints, PluginState, SessionHint, TurnHints
+from agentserve.engines.kv_events import KvEventSubscriber
 from agentserve.engines.plugin.options import PluginOptions
 from agentserve.engines.prometheus import sums
 from agentserve.engines.vllm import VllmEngine
 from agentserve.engines.vllm_command import EmbeddedOptions
+from prefix_cache.blocks import HashChain
+from prefix_cache.mirror import Mirror
+from prefix_cache.tiers.exclusive import ExclusiveOffload
 from tests.conftest import SMALL_KV_TOKENS
 from tests.plugin_site import plugin_entry_points
-from tests.real_engine import CACHE_FOLDER, RealEngine, real_engine
+from tests.real_engine import CACHE_FOLDER, Generated, RealEngine, real_engine
 from tests.test_plugin_real_engine import BLOCK, ask, crowded
 
 NUM_SLOTS = 48
@@ -40,19 +47,72 @@ async def state_of(hints: PluginHints) -> PluginState:
     return state
 
 
+class Following:
+    """What the engine's events tell of its GPU and its tier."""
+
+    def __init__(self, engine: VllmEngine, hints: PluginHints, mirror: Mirror) -> None:
+        self.engine, self.hints, self.mirror = engine, hints, mirror
+        self.tier = ExclusiveOffload(mirror)
+        self._lengths = count(13)
+        """An answer's is part of its request's name."""
+
+    async def ask(self, name: str, ids: list[int]) -> tuple[Generated, int]:
+        """Asks, where exactly what was predicted has to be found. The answer, and the tokens of it that came from the tier."""
+        hashes = chain(ids)
+        on_gpu = self.mirror.predict(hashes, len(ids))
+        in_tier = self.tier.predict(hashes, len(ids), on_gpu).num_tokens
+        before = (await state_of(self.hints)).num_loaded_blocks
+        answer = await ask(self.engine, name, ids, next(self._lengths), dict(self.hints.xargs(TurnHints(branch_id=""))))
+        await self.caught_up([*ids, *answer.ids[:-1]])
+        assert (await state_of(self.hints)).num_loaded_blocks - before == in_tier // BLOCK
+        assert answer.num_cached_tokens == on_gpu + in_tier
+        return answer, in_tier
+
+    async def caught_up(self, computed: list[int]) -> None:
+        """The events of the end of the request that computed this are here, and with them those of the tier."""
+        hashes = chain(computed)
+        is_there = False
+        async with asyncio.timeout(60):
+            while not is_there:
+                await asyncio.sleep(0.05)
+                kept = (await state_of(self.hints)).num_kept_blocks * BLOCK
+                is_there = self.mirror.num_announced(hashes, len(hashes)) == len(hashes) and self.tier.num_resident_tokens == kept
+        assert self.tier.num_blocks_unknown == 0
+
+
+def chain(ids: list[int]) -> Sequence[bytes]:
+    hashed = HashChain(BLOCK)
+    hashed.extend(array("I", ids))
+    return hashed.hashes
+
+
+@asynccontextmanager
+async def following(running: RealEngine, engine: VllmEngine, hints: PluginHints) -> AsyncIterator[Following]:
+    mirror = Mirror(BLOCK)
+    made = Following(engine, hints, mirror)
+    subscriber = KvEventSubscriber(running.events_endpoint, running.replay_endpoint, "kv-events", mirror)
+    await subscriber.start()
+    try:
+        await subscriber.caught_up()
+        yield made
+    finally:
+        await subscriber.close()
+
+
 @pytest.mark.anyio
 async def test_what_the_gpu_lost_comes_back_and_what_is_dead_does_not(small_engine: RealEngine, tier_engine: RealEngine) -> None:
     engine, hints, plain = VllmEngine(tier_engine.url), PluginHints(tier_engine.url), VllmEngine(small_engine.url)
     try:
         for one in (engine, hints, plain):
             await one.start()
-        await back_and_dead(engine, hints, plain)
+        async with following(tier_engine, engine, hints) as followed:
+            await back_and_dead(engine, hints, plain, followed)
     finally:
         for one in (engine, hints, plain):
             await one.close()
 
 
-async def back_and_dead(engine: VllmEngine, hints: PluginHints, plain: VllmEngine) -> None:
+async def back_and_dead(engine: VllmEngine, hints: PluginHints, plain: VllmEngine, followed: Following) -> None:
     carried = dict(hints.xargs(TurnHints(branch_id="")))
     prompts = {name: [(at * step) % 900 for at in range(26 * BLOCK + 5)] for name, step in (("x", 3), ("y", 7), ("z", 11), ("w", 17))}
     expected = {name: (await ask(plain, f"tier-{name}", ids, 12, {})).ids for name, ids in prompts.items()}
@@ -61,14 +121,16 @@ async def back_and_dead(engine: VllmEngine, hints: PluginHints, plain: VllmEngin
     assert {name: answer.ids for name, answer in cold.items()} == expected
     full = await state_of(hints)
     assert full.num_kept_blocks > 40
+    await followed.caught_up([*prompts["w"], *cold["w"].ids[:-1]])
     before = sums(await engine.metrics())["vllm:external_prefix_cache_hits_total"]
-    again = await ask(engine, "x", prompts["x"], 13, carried)
+    again, from_tier = await followed.ask("x", prompts["x"])
     assert (again.ids[:12], again.num_cached_tokens) == (expected["x"], 26 * BLOCK)
     loaded = (await state_of(hints)).num_loaded_blocks
     assert loaded > 20
+    assert from_tier == loaded * BLOCK
     assert sums(await engine.metrics())["vllm:external_prefix_cache_hits_total"] - before == loaded * BLOCK
 
-    await ask(engine, "y", prompts["y"], 14, carried)
+    assert (await followed.ask("y", prompts["y"]))[1] > 0
     kept = (await state_of(hints)).num_kept_blocks
     for name in "xzw":
         hints.tell(SessionHint(session_id=name, fate=Fate.ENDED))
@@ -81,6 +143,8 @@ async def back_and_dead(engine: VllmEngine, hints: PluginHints, plain: VllmEngin
         left = await state_of(hints)
     assert left.num_kept_blocks == 0
     assert left.num_dropped_blocks >= kept
+    await followed.ask("v", [(at * 19) % 900 for at in range(2 * BLOCK)])  # with its steps the tier's loss is announced
+    assert (await followed.ask("x", prompts["x"]))[1] == 0
 
 
 @pytest.mark.anyio

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import random
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,12 @@ from admission.eviction.policy import Fate
 from agentserve.engines.plugin import control
 from agentserve.engines.plugin.supported import PluginUnsupported
 from agentserve.engines.plugin.wire import SessionHint
+from prefix_cache.event_names import block_name
+from prefix_cache.events import AllBlocksCleared, decode_batch
+from prefix_cache.hits import Cause, TurnHits
+from prefix_cache.mirror import Mirror
+from prefix_cache.tiers.exclusive import ExclusiveOffload
+from tests.test_causes import Books
 from tests.test_plugin_vllm import BLOCK_SIZE, EVICTING, PLAIN, _some_hint, _some_turn, ordering, replayed, transfer, workload
 
 if TYPE_CHECKING:
@@ -40,6 +47,8 @@ class Workers:
         self.cache = torch.zeros((2, 2 * num_blocks, 3), dtype=torch.int64)  # two of the kernel's blocks in one of vLLM's
         self.tiers = side.TierWorker({"layer": self.cache, "same": self.cache}, num_blocks, num_slots)
         self.num_checked = 0
+        self.load_seconds = 0.0
+        """Of a load; else this model, which computes nothing, would be quicker."""
         self._scheduler = replay.scheduler
         self._output = importlib.import_module("vllm.v1.outputs").KVConnectorOutput
         replay.work = self.step
@@ -61,8 +70,38 @@ class Workers:
             for at in range(before, after // BLOCK_SIZE):
                 self.cache[:, 2 * blocks[at] : 2 * blocks[at] + 2] = _kv(request.block_hashes[at])
         report = self.tiers.report()
-        report.load_seconds = 0.0  # else this model, which computes nothing, would be quicker
+        report.load_seconds = self.load_seconds if report.num_loaded_blocks else 0.0
         return self._output(invalid_block_ids=lost, kv_connector_worker_meta=report)
+
+
+class Heard:
+    """Stands where the engine's publisher stands: each batch goes to the mirror at once, over the wire's form."""
+
+    def __init__(self, replay: VllmReplay, mirror: Mirror) -> None:
+        self.mirror = mirror
+        self.num_resets = 0
+        replay.scheduler.kv_cache_manager.block_pool.enable_kv_cache_events = True
+        replay.scheduler.kv_event_publisher = self
+
+    def publish(self, batch: Any) -> None:
+        decoded = decode_batch(msgspec.msgpack.encode(batch))
+        self.num_resets += sum(isinstance(event, AllBlocksCleared) for event in decoded.events)
+        self.mirror.apply(self.mirror.num_applied_batches, decoded)
+
+    def shutdown(self) -> None:
+        pass
+
+
+def names_kept() -> set[int]:
+    """What the tier itself says that it holds."""
+    tier = ordering().tier._tier
+    return set() if tier is None else {block_name(key) for key in tier._kept}
+
+
+def names_untold() -> set[int]:
+    """What has come or gone since vLLM asked for events last."""
+    tier = ordering().tier._tier
+    return set() if tier is None else {block_name(key) for key in tier._changed}
 
 
 def _kv(key: bytes) -> int:
@@ -85,8 +124,14 @@ def test_every_block_that_is_attended_to_has_its_own_kv(
     rng = random.Random(policy)
     is_preempting = settings is PREEMPTING
     replay, workers = make(vllm_side, tmp_path, 60, policy=policy)
+    mirror = Heard(replay, Mirror(BLOCK_SIZE)).mirror
+    followed, most = ExclusiveOffload(mirror), 0
 
     def hint_and_check(now: int) -> None:
+        nonlocal most
+        most = max(most, len(followed._kept))
+        # What a hint has just dropped is told with the next step that has an output; so is what a step without one has moved.
+        assert followed._hashes.keys() ^ names_kept() <= names_untold()
         if now % 100 == 0:
             batch = {"hints": [_some_hint(rng)], "policy": rng.choice((None, None, "lru", policy))}
             assert control.handle(msgspec.json.encode(batch).decode())["status"] == 200
@@ -105,6 +150,8 @@ def test_every_block_that_is_attended_to_has_its_own_kv(
     assert state.num_kept_blocks <= 60
     assert workers.num_checked > 1000
     assert not is_preempting or sum(replay.preemptions.values()) > 0
+    assert followed.num_blocks_unknown == 0
+    assert most >= 30
 
 
 def test_a_tier_adds_its_size_to_the_cache(vllm_side: ModuleType, tmp_path: Path) -> None:
@@ -123,12 +170,88 @@ def test_a_tier_adds_its_size_to_the_cache(vllm_side: ModuleType, tmp_path: Path
     assert tiered - small > 0.9 * (large - small)
 
 
+class Asking:
+    """One turn after the other, each predicted before it and booked behind it."""
+
+    def __init__(self, replay: VllmReplay) -> None:
+        self.replay, self.books = replay, Books(follows_tier=True, block_size=BLOCK_SIZE)
+        self.heard = Heard(replay, self.books.mirror)
+        self._number = 0
+
+    @property
+    def followed(self) -> ExclusiveOffload:
+        assert isinstance(self.books.books.offload, ExclusiveOffload)
+        return self.books.books.offload
+
+    def ask(self, ids: list[int], name: str, xargs: dict[str, Any] | None = None) -> TurnHits:
+        number, self._number = self._number, self._number + 1
+        begun = self.books.begin(ids)
+        self.replay.add(number, ids, 4, 7, name, xargs)
+        for now in range(1000):
+            self.replay.step(now)
+            if number in self.replay.finished_at:
+                return self.books.end(ids, begun, self.replay.num_hit_tokens[number])
+        raise AssertionError("the request never ends")
+
+
+def sessions(rng: random.Random, num_turns: int) -> Iterator[tuple[str, list[int]]]:
+    """Turns of 12 sessions with one head, whose contexts are together larger than the cache."""
+    contexts = {str(number): [*range(3 * BLOCK_SIZE)] for number in range(12)}
+    for _ in range(num_turns):
+        name = rng.choice(list(contexts))
+        if len(contexts[name]) > 30 * BLOCK_SIZE:
+            del contexts[name][3 * BLOCK_SIZE :]
+        num_new = rng.randrange(10, 90) if len(contexts[name]) > 3 * BLOCK_SIZE else 280  # enough for a step that measures computing
+        contexts[name] += [rng.randrange(1000) for _ in range(num_new)]
+        yield name, list(contexts[name])
+
+
+def test_each_turn_finds_what_was_predicted_of_the_gpu_and_of_the_tier(vllm_side: ModuleType, tmp_path: Path) -> None:
+    replay, _ = make(vllm_side, tmp_path, 40, 60, policy="class_hazard")
+    asking = Asking(replay)
+    loaded, has_stored = 0, False
+    causes: set[Cause] = set()
+    for name, ids in sessions(random.Random(7), 150):
+        hits = asking.ask(ids, name, {"agentserve": '{"branch_id": ""}'})
+        after = ordering().state().num_loaded_blocks
+        assert hits.predicted is not None
+        assert hits.predicted + (hits.external_predicted or 0) == hits.actual
+        assert hits.external_predicted == hits.external == (after - loaded) * BLOCK_SIZE or not has_stored
+        assert (hits.external_predicted is None) != has_stored
+        has_stored = ordering().state().num_stored_blocks > 0
+        assert hits.missed is not None
+        causes |= hits.missed.keys()
+        loaded = after
+    assert loaded > 150
+    assert causes == {Cause.NEW, Cause.TAIL, Cause.EVICTED, Cause.OFFLOAD_MISSING}
+    assert names_kept() == asking.followed._hashes.keys()
+
+
+def test_a_tier_that_is_slower_than_computing_is_not_expected_to_load(vllm_side: ModuleType, tmp_path: Path) -> None:
+    replay, workers = make(vllm_side, tmp_path, 900, 60, policy="class_hazard")
+    asking = Asking(replay)
+    workers.load_seconds = 10.0
+    wrong = num_declined = 0
+    for name, ids in sessions(random.Random(7), 150):
+        hits = asking.ask(ids, name)
+        assert hits.predicted is not None
+        assert hits.missed is not None
+        wrong += hits.predicted + (hits.external_predicted or 0) != hits.actual
+        num_declined += Cause.OFFLOAD_DECLINED in hits.missed
+        assert not hits.missed.keys() & {Cause.UNKNOWN, Cause.EVICTED, Cause.OFFLOAD_MISSING}
+    state = ordering().state()
+    assert num_declined == state.num_declined_loads - state.num_declined_loads // 16
+    assert num_declined > 60
+    assert wrong <= 2 + state.num_declined_loads // 16
+
+
 @pytest.mark.parametrize("copy", ["store", "load"])
 def test_a_copy_that_fails_costs_misses_and_the_tier(
     copy: str, vllm_side: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = workload(**EVICTING)
     replay, workers = make(vllm_side, tmp_path, 100, policy="lru")
+    followed = ExclusiveOffload(Heard(replay, Mirror(BLOCK_SIZE)).mirror)
 
     def broken(*numbers: Any) -> None:
         raise RuntimeError("no more memory")
@@ -143,6 +266,7 @@ def test_a_copy_that_fails_costs_misses_and_the_tier(
     assert "no more memory" in state.tier_off_because
     assert state.num_kept_blocks == 0
     assert len(replay.finished_at) == len(requests)
+    assert followed.num_resident_tokens == 0
 
 
 def test_a_fault_of_the_order_takes_the_tier_along(vllm_side: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,24 +301,40 @@ def test_a_load_that_fails_is_computed_again_only_where_vllm_can(vllm_side: Modu
 
 def test_an_ended_session_leaves_the_tier_and_an_emptied_cache_empties_it(vllm_side: ModuleType, tmp_path: Path) -> None:
     replay, _ = make(vllm_side, tmp_path, 100, 64, policy="class_hazard")
+    asking = Asking(replay)
+    followed = asking.followed
 
-    def ask(number: int, name: str) -> int:
+    def ask(name: str) -> int:
         tokens = [1000 * (1 + "abcd".index(name)) + at for at in range(30 * BLOCK_SIZE + 5)]
-        replay.add(number, tokens, 4, 7, name, {"agentserve": '{"branch_id": ""}'})
-        for now in range(1000):
-            replay.step(now)
-            if number in replay.finished_at:
-                return replay.num_hit_tokens[number]
-        raise AssertionError("the request never ends")
+        return asking.ask(tokens, name, {"agentserve": '{"branch_id": ""}'}).actual or 0
 
-    for number, name in enumerate("abcd"):
-        ask(number, name)
+    for name in "abcd":
+        ask(name)
     kept = ordering().state().num_kept_blocks
     assert kept > 50
+    assert followed.num_resident_tokens == kept * BLOCK_SIZE
     ordering()._retention.tell(SessionHint(session_id="b", fate=Fate.ENDED))
     assert ordering().state().num_kept_blocks <= kept - 27
-    assert ask(4, "b") < 5 * BLOCK_SIZE
-    assert ask(5, "a") == 30 * BLOCK_SIZE
+    assert ask("b") < 5 * BLOCK_SIZE
+    assert ask("a") == 30 * BLOCK_SIZE
+    assert followed.num_resident_tokens == ordering().state().num_kept_blocks * BLOCK_SIZE
     assert replay.scheduler.reset_prefix_cache()
-    assert ask(6, "c") == 0
+    assert ask("c") == 0
+    assert asking.heard.num_resets == 1
+    assert followed.num_resident_tokens == ordering().state().num_kept_blocks * BLOCK_SIZE == 0
     ordering().check_integrity()
+
+
+def test_a_request_that_waited_through_a_reset_gets_nothing_from_before_it(vllm_side: ModuleType, tmp_path: Path) -> None:
+    replay, _ = make(vllm_side, tmp_path, 100, 64, policy="class_hazard")
+    asking = Asking(replay)
+    prompts = {name: [1000 * number + at for at in range(30 * BLOCK_SIZE + 5)] for number, name in enumerate("abcd")}
+    for name, ids in prompts.items():
+        asking.ask(ids, name)
+    assert ordering().state().num_kept_blocks > 50
+    replay.add(4, prompts["a"], 4, 7, "a")
+    assert replay.scheduler.reset_prefix_cache()
+    for now in range(100):
+        replay.step(now)
+    assert replay.num_hit_tokens[4] == 0
+    assert (ordering().state().num_kept_blocks, ordering().state().tier_off_because) == (0, "")

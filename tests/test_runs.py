@@ -43,8 +43,9 @@ class RunsMachine(RuleBasedStateMachine):
 
     @rule(chains=st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=8).map(tuple), max_size=6))
     def remove(self, chains: list[tuple[int, ...]]) -> None:
-        gone = [block_hash for portion in self.runs.take([name_of(chain) for chain in chains]) for block_hash in portion]
-        assert sorted(gone) == sorted(hash_of(chain) for chain in self.held.intersection(chains))
+        portions = self.runs.take([name_of(chain) for chain in chains])
+        gone = [pair for names, hashes in portions for pair in zip(names, reversed(hashes), strict=True)]
+        assert sorted(gone) == sorted((name_of(chain), hash_of(chain)) for chain in self.held.intersection(chains))
         self.held.difference_update(chains)
 
     @rule(chain=st.lists(st.integers(1, 2), min_size=1, max_size=8).map(tuple), length=st.integers(1, 8))

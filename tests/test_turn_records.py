@@ -21,7 +21,9 @@ from agentserve.prompt import FlatPrompt
 from agentserve.records import TurnLog, TurnRecord
 from agentserve.routes.cache import describe_engine
 from agentserve.sessions import Session, TurnKind
+from prefix_cache.events import BlockStored, EventBatch
 from prefix_cache.hits import Cause, account
+from prefix_cache.tiers.exclusive import ExclusiveOffload
 from tests.serving import Served, chat, serving
 from tests.upstream import Upstream
 
@@ -111,8 +113,23 @@ async def test_the_cache_shows_the_plugins_own_tier(upstream: Upstream, model_fo
     assert (silent["kind"], silent["up"], silent["resident_tokens"]) == ("exclusive", None, None)  # the upstream has no plugin
     shown = describe_engine(first, state)["offload"]
     assert (shown["up"], shown["off_because"], shown["capacity_tokens"], shown["resident_tokens"]) == (True, None, 512 * 32, 3 * 32)
+    assert (shown["announced_tokens"], shown["declining"]) == (None, None)  # the upstream has no events here
     off = describe_engine(first, replace(state, tier_off_because="no memory"))["offload"]
     assert (off["up"], off["off_because"]) == (False, "no memory")
+
+
+@pytest.mark.anyio
+async def test_the_cache_shows_what_the_plugins_own_tier_has_announced(upstream: Upstream, model_folder: Path) -> None:
+    assert upstream.engine.events is not None
+    events = {"engine_events": upstream.engine.events.endpoint, "engine_events_replay": upstream.engine.events.replay_endpoint}
+    with serving(upstream.url, model_folder, offload_tier="exclusive", **events) as served:
+        offload = served.server.books.offload
+        assert isinstance(offload, ExclusiveOffload)
+        offload.apply(EventBatch(0.0, [BlockStored([1, 2, 3], None, [], 0, medium="CPU")]), {1: b"one", 2: b"two"})
+        _, cache = await fetch(f"{served.url}/v1/cache")
+    shown = cache["engines"][0]["offload"]
+    assert (shown["kind"], shown["up"], shown["resident_tokens"]) == ("exclusive", None, None)  # the upstream has no plugin
+    assert (shown["announced_tokens"], shown["unresolved_chunks"], shown["declining"]) == (3 * 32, 1, False)
 
 
 def record(number: int) -> TurnRecord:

@@ -143,7 +143,21 @@ class ServerFacts:
     @property
     def mirror(self) -> Mapping[str, Any] | None:
         """The mirror of its first engine."""
-        return next((engine.get("mirror") for engine in self.cache.get("engines", ())), None)
+        return self._first.get("mirror")
+
+    @property
+    def tier(self) -> str | None:
+        """The kind of tier that it was told of, `none` where it was told of none; None: it does not say."""
+        return (self._first["offload"] or {"kind": "none"})["kind"] if "offload" in self._first else None
+
+    @property
+    def tier_tokens(self) -> int | None:
+        """What the tier holds by its events; None where it announces nothing, or there is none."""
+        return (self._first.get("offload") or {}).get("announced_tokens")
+
+    @property
+    def _first(self) -> Mapping[str, Any]:
+        return next(iter(self.cache.get("engines", ())), {})
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,15 +44,22 @@ def _ill(facts: Facts, options: PluginOptions | None) -> Verdict | None:
         return found(f"the plugin fell back to plain LRU: {state.off_because}", "start vLLM again, and report what it says")
     if state.tier_off_because and options is not None and options.tier_bytes:
         return found(f"the exclusive tier is off: {state.tier_off_because}", "mend that, then start vLLM again")
+    if facts.engine.tier_tokens and facts.server is not None and facts.server.tier == "none":
+        return found(
+            "the server does not know of the exclusive tier: what it brings is not predicted, and counts against the mirror",
+            "--offload-tier exclusive for agentserve",
+        )
     return None
 
 
 def _well(facts: Facts, options: PluginOptions) -> str:
     state = facts.engine.plugin
     text = f"the plugin orders by {options.policy if state is None else state.policy}"
-    if state is not None and state.num_tier_blocks:
-        return f"{text}, and its exclusive tier keeps {state.num_kept_blocks:,} of {state.num_tier_blocks:,} blocks"
-    return text
+    if state is None or not state.num_tier_blocks:
+        return text
+    text = f"{text}, and its exclusive tier keeps {state.num_kept_blocks:,} of {state.num_tier_blocks:,} blocks"
+    followed = facts.server.tier_tokens if facts.server is not None else None
+    return text if followed is None else f"{text}, {followed:,} tokens by its events"
 
 
 def _is_lazy(connector: dict[str, Any]) -> bool:

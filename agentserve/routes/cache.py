@@ -20,6 +20,8 @@ from agentserve.routes.sessions import describe_totals, find
 from agentserve.server import Server
 from agentserve.sessions import Namespace
 from prefix_cache.mirror import Mirror
+from prefix_cache.tiers.exclusive import ExclusiveOffload
+from prefix_cache.tiers.offload import Offload
 
 DEFAULT_TURNS = 100
 MAX_TURNS = 1000
@@ -32,7 +34,7 @@ def router(server: Server) -> APIRouter:
     @routes.get("/v1/cache")
     async def cache(request: Request) -> Response:
         namespace = server.namespace(request.headers)
-        asked = [replica for replica in server.replicas if replica.books.has_unseen_tier]
+        asked = [replica for replica in server.replicas if replica.books.has_exclusive_tier]
         states = await asyncio.gather(*(replica.hints.state() for replica in asked))
         return json_response(describe_cache(server, namespace, dict(zip(asked, states, strict=True))))
 
@@ -97,7 +99,7 @@ def describe_engine(replica: Replica, plugin: PluginState | None) -> dict[str, A
         "computing_blocks": len(books.in_flight),
         "ceiling_index_tokens": books.tree.num_tokens,
         "mirror": _mirror(books),
-        "offload": _exclusive(info.block_size, plugin) if books.has_unseen_tier else _offload(books),
+        "offload": _exclusive(info.block_size, plugin, books) if books.has_exclusive_tier else _offload(books),
     }
 
 
@@ -122,7 +124,7 @@ def _mirror(books: CacheBooks) -> dict[str, Any] | None:
 
 def _offload(books: CacheBooks) -> dict[str, Any] | None:
     offload = books.offload
-    if offload is None:
+    if not isinstance(offload, Offload):
         return None
     return {
         "kind": "lmcache",
@@ -130,6 +132,8 @@ def _offload(books: CacheBooks) -> dict[str, Any] | None:
         "off_because": None,
         "capacity_tokens": None,
         "resident_tokens": offload.num_resident_tokens,
+        "announced_tokens": offload.num_resident_tokens,
+        "declining": None,
         "chunk_tokens": offload.chunk_tokens,
         "second_level": offload.remote is not None,
         "unresolved_chunks": offload.num_unresolved_chunks,
@@ -137,8 +141,9 @@ def _offload(books: CacheBooks) -> dict[str, Any] | None:
     }
 
 
-def _exclusive(block_size: int | None, plugin: PluginState | None) -> dict[str, Any]:
-    """The plugin's own tier: blocks that are kept one by one and not predicted. All null but its kind where the plugin does not answer."""
+def _exclusive(block_size: int | None, plugin: PluginState | None, books: CacheBooks) -> dict[str, Any]:
+    """The plugin's own tier, whose blocks are kept one by one: what the plugin says, and beside it what its events have told."""
+    followed = books.offload if isinstance(books.offload, ExclusiveOffload) else None
 
     def tokens(num_blocks: int) -> int | None:
         return None if block_size is None else num_blocks * block_size
@@ -149,9 +154,11 @@ def _exclusive(block_size: int | None, plugin: PluginState | None) -> dict[str, 
         "off_because": None if plugin is None else plugin.tier_off_because or None,
         "capacity_tokens": None if plugin is None else tokens(plugin.num_tier_blocks),
         "resident_tokens": None if plugin is None else tokens(plugin.num_kept_blocks),
+        "announced_tokens": None if followed is None else followed.num_resident_tokens,
+        "declining": None if followed is None else followed.is_declining,
         "chunk_tokens": block_size,
         "second_level": False,
-        "unresolved_chunks": None,
+        "unresolved_chunks": None if followed is None else followed.num_blocks_unknown,
         "wrong_in_a_row": None,
     }
 

@@ -1,7 +1,7 @@
 """Tiers: what may be found where, fastest first. The mirror follows the GPU; this folder follows the offload tiers behind it.
 
-A tier behind the GPU keeps *chunks* of several blocks and loses each as one. A chunk is a hit only where every tensor-parallel rank has its
-shard of it, and only behind a prefix of hits. Nothing here does I/O.
+LMCache keeps *chunks* of several blocks and loads each as one. A chunk is a hit only where every tensor-parallel rank has its shard of it,
+and only behind a prefix of hits. The exclusive tier of the engine's plugin keeps the blocks that left the GPU. Nothing here does I/O.
 """
 
 from __future__ import annotations

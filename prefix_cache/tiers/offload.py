@@ -12,29 +12,16 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from prefix_cache.blocks import BlockHash, chain_hashes, root_hash
 from prefix_cache.events import BlockRemoved, BlockStored, EngineHash, EventBatch
 from prefix_cache.tiers import Tier
 from prefix_cache.tiers.chunks import ChunkSet, Watermark, chunk_keys
+from prefix_cache.tiers.external import Ends, ExternalHit
 from prefix_cache.tiers.ranks import RankLookups
 
 _NUM_WRONG_TO_DISTRUST = 3
 """So many requests in a row that the remote tier should have served and did not, and it counts as gone."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExternalHit:
-    """What the tiers are expected to add beyond the GPU's hit, in tokens."""
-
-    num_tokens: int
-    num_given_tokens: int
-    """The same, had the tiers kept all that they were ever given."""
-    tier: Tier | None = None
-    """The slowest tier that takes part; None: no tier does."""
-    num_explained_tokens: int = 0
-    """A hit of the whole prompt that GPU and memory explain by themselves."""
 
 
 class Offload:
@@ -108,7 +95,11 @@ class Offload:
         beyond = self._beyond(num_found, num_prompt_tokens, num_gpu_tokens)
         tier = (Tier.REMOTE if num_found > num_in_memory else Tier.DRAM) if beyond else None
         given = self._beyond(max(num_given, num_found), num_prompt_tokens, num_gpu_tokens)
-        return ExternalHit(beyond, given, tier, max(num_gpu_tokens, num_in_memory * self.chunk_tokens))
+        return ExternalHit(beyond, given, tier, max(num_gpu_tokens, num_in_memory * self.chunk_tokens), num_gpu_tokens)
+
+    def ends(self, hashes: Sequence[BlockHash], num_cached_tokens: int, expected: ExternalHit) -> Ends:
+        """What was given is the tiers' to account for, wherever the hit ended: they keep what the GPU has too."""
+        return Ends(given=expected.num_gpu_tokens + expected.num_given_tokens if expected.num_given_tokens else 0)
 
     def learn(self, hashes: Sequence[BlockHash], num_prompt_tokens: int, num_cached_tokens: int, expected: ExternalHit) -> None:
         """Correct the guess by a finished request: `num_cached_tokens` of its prompt were found, on the GPU and behind it.

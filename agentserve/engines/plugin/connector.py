@@ -10,10 +10,12 @@ step computes anything, and one that a request gets back is copied back likewise
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole, SupportsHMA
 
+from agentserve.engines.plugin.announcing import check_events, tier_events
 from agentserve.engines.plugin.carrying import check_engine, order_pool
 from agentserve.engines.plugin.options import PluginOptions
 from agentserve.engines.plugin.ordering import Ordering
@@ -40,6 +42,7 @@ class AgentserveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         self._num_slots = 0
         if self._options.tier_bytes:
             check_tier(KVConnectorBase_V1, vllm_config)
+            check_events()
             self._num_slots = self._options.tier_bytes // (vllm_config.parallel_config.world_size * block_bytes(kv_cache_config))
             if not self._num_slots:
                 raise PluginUnsupported(f"tier_bytes holds no block of {block_bytes(kv_cache_config):,} bytes on each rank")
@@ -53,7 +56,7 @@ class AgentserveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         if self._options.policy != "off":
-            self._blocks = gpu_block_pool.blocks
+            self._pool, self._blocks = gpu_block_pool, gpu_block_pool.blocks
             self._ordering = order_pool(gpu_block_pool, self._options, self._num_groups, self._num_slots)
 
     def on_new_request(self, request: Any) -> None:
@@ -88,7 +91,12 @@ class AgentserveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._ordering is None or not self._num_slots:
             return 0, False
-        return self._ordering.tier.promise(request, num_computed_tokens), False
+        return self._ordering.promise(request, num_computed_tokens), False
+
+    def take_events(self) -> Sequence[Any]:
+        if self._ordering is None or not self._num_slots or not self._pool.enable_kv_cache_events:
+            return ()
+        return tier_events(*self._ordering.take_changes())
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         if self._num_slots:

@@ -56,6 +56,8 @@ class OffloadTier:
         self._stored: set[Key] = set()
         self._loads: list[tuple[int, int]] = []
         self._step = 0
+        self._abandoned: list[Key] = []
+        """What was there when it was turned off, until that has been told."""
         self._promised = ("", 0)
         """Request that was promised something last, and from which block on."""
         self._unsure: dict[Key, int] = {}
@@ -122,8 +124,16 @@ class OffloadTier:
         self._safely(lambda tier: tier.switch(policy))
 
     def clear(self) -> None:
-        """vLLM has emptied its prefix cache: nothing may be used any more."""
-        self._safely(lambda tier: tier.clear())
+        """vLLM has emptied its prefix cache, and says so itself: nothing may be used any more."""
+        self._safely(self._clear)
+
+    def take_changes(self) -> tuple[list[Key], list[Key]]:
+        """Blocks that came and blocks that went since the last call, for those who follow what is here. Changes state."""
+        if self._tier is not None:
+            came, gone = self._safely(lambda tier: tier.take_changes()) or ([], [])
+            return came, gone
+        gone, self._abandoned = self._abandoned, []
+        return [], gone
 
     def jobs(self, num_tokens: int) -> TierJobs:
         """What the step that was just scheduled, of so many tokens, asks of the workers. Changes state."""
@@ -151,6 +161,7 @@ class OffloadTier:
         """From now on there is nothing here; what was promised before is still loaded. Changes state."""
         if self._tier is None:
             return
+        self._abandoned = self._tier.abandon()
         self._tier = None
         self.off_because = f"{type(error).__name__}: {error}"
         self._warn("agentserve's offload tier is off, what leaves the GPU is computed again", error)
@@ -196,6 +207,11 @@ class OffloadTier:
         tier.promise(())
         self.counts.num_loaded += count
         return slots
+
+    @staticmethod
+    def _clear(tier: ExclusiveTier) -> None:
+        tier.clear()
+        tier.take_changes()  # told by vLLM's own event
 
     def _finished(self, tier: ExclusiveTier, request: Any, branch: Branch, num_cached_blocks: int, concludes: bool) -> None:
         keys = request.block_hashes

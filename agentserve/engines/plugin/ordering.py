@@ -9,6 +9,7 @@ from admission.eviction.choice import PolicyParameterError
 from admission.eviction.policy import Fate
 from admission.returns import ReturnModel, ReturnParameters
 from agentserve.engines.plugin.free_queue import OrderedFreeQueue
+from agentserve.engines.plugin.nodes import Key
 from agentserve.engines.plugin.options import PluginOptions
 from agentserve.engines.plugin.retention import Retention
 from agentserve.engines.plugin.supported import PluginUnsupported
@@ -51,6 +52,16 @@ class Ordering:
         if num_external_tokens:
             self.tier.placed(request, blocks, num_external_tokens)
         self._safely(self._retention.placed, request, blocks)
+
+    def promise(self, request: Any, num_computed_tokens: int) -> int:
+        """Tokens that a request will get from the tier. It may have waited since before a reset."""
+        self._notice_reset()
+        return self.tier.promise(request, num_computed_tokens)
+
+    def take_changes(self) -> tuple[list[Key], list[Key]]:
+        """Of the tier, for the batch in which vLLM also announces a reset."""
+        self._notice_reset()
+        return self.tier.take_changes()
 
     def finished(self, request: Any, blocks: list[Any]) -> None:
         self._safely(self._retention.finished, request, blocks)

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any, Final
 
+import msgspec
+
 FIRST: Final = (0, 26)
 LAST: Final = (0, 33)
 
@@ -38,6 +40,7 @@ _POOL_FIELDS: Final = (
     "blocks",
     "null_block",
     "free_block_queue",
+    "enable_kv_cache_events",
     "get_cached_block",
     "cached_block_hash_to_block",
 )
@@ -134,6 +137,15 @@ def check_tier(connector: type, vllm_config: Any) -> None:
         raise PluginUnsupported('a load that fails would fail its request: set "kv_load_failure_policy": "recompute" beside tier_bytes')
     if vllm_config.parallel_config.pipeline_parallel_size != 1:
         raise PluginUnsupported("the offload tier works without pipeline parallelism: start without tier_bytes")
+
+
+def check_fields(event: type[msgspec.Struct], given: set[str]) -> None:
+    """Raises PluginUnsupported where vLLM's KV event does not have the fields that it is given, or wants more."""
+    fields, defaults = event.__struct_fields__, event.__struct_defaults__
+    if missing := given - set(fields):
+        raise PluginUnsupported(f"vLLM's {event.__name__} has no {sorted(missing)[0]}: start without tier_bytes")
+    if wanted := set(fields[: len(fields) - len(defaults)]) - given:
+        raise PluginUnsupported(f"vLLM's {event.__name__} wants a {sorted(wanted)[0]}: start without tier_bytes")
 
 
 def block_bytes(kv_cache_config: Any) -> int:

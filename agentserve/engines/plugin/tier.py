@@ -38,6 +38,8 @@ class ExclusiveTier:
         """Runs by the block that comes before their first one."""
         self._promised: list[Run] = []
         self._next_id = 0
+        self._changed: dict[Key, bool] = {}
+        """Whether a block is here, of those that came or went since `take_changes`: at most what is here now and what was then."""
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -143,9 +145,21 @@ class ExclusiveTier:
             self._pop_front(run, len(run.keys))
         self._promised.clear()
 
+    def take_changes(self) -> tuple[list[Key], list[Key]]:
+        """Blocks that came and blocks that went since the last call; what did both is in neither. Changes state."""
+        changed, self._changed = self._changed, {}
+        return [key for key, is_here in changed.items() if is_here], [key for key, is_here in changed.items() if not is_here]
+
+    def abandon(self) -> list[Key]:
+        """Nothing here is used or changed any more, whatever state it is in: the blocks that `take_changes` has told of as here."""
+        for key in self._kept:
+            self._change(key, is_here=False)
+        return self.take_changes()[1]
+
     def check_integrity(self) -> None:
         """Assert what must hold between calls. O(blocks)."""
         self._policy.check_integrity()
+        assert all(is_here == (key in self._kept) for key, is_here in self._changed.items())
         slots = [slot for run in self._runs.values() for slot in run.slots]
         assert sorted([*slots, *self._free, *self._retired]) == list(range(self.num_slots))
         assert len(self._kept) == len(slots)
@@ -180,6 +194,7 @@ class ExclusiveTier:
             for branch in owners:
                 branch.kept[run] = None
         self._kept[key] = run
+        self._change(key, is_here=True)
         self._measure(run)
         if run.is_ranked:
             self._policy.reconsider(run.extent, now)
@@ -195,7 +210,7 @@ class ExclusiveTier:
             self.num_displaced_blocks += 1
 
     def _pop_back(self, run: Run) -> None:
-        del self._kept[run.keys.pop()]
+        self._gone(run.keys.pop())
         slot = run.slots.pop()
         if slot != _NO_SLOT:
             self._free.append(slot)
@@ -208,7 +223,7 @@ class ExclusiveTier:
         slots = [run.slots.popleft() for _ in range(count)]
         keys = [run.keys.popleft() for _ in range(count)]
         for key in keys:
-            del self._kept[key]
+            self._gone(key)
         (self._retired if is_read else self._free).extend(slot for slot in slots if slot != _NO_SLOT)
         run.start += count
         if run.keys:
@@ -217,6 +232,14 @@ class ExclusiveTier:
             self._rank_of(before, self._clock())
         self._shrunk(run)
         return slots
+
+    def _gone(self, key: Key) -> None:
+        del self._kept[key]
+        self._change(key, is_here=False)
+
+    def _change(self, key: Key, *, is_here: bool) -> None:
+        if self._changed.pop(key, None) is None:  # else it is again what it was
+            self._changed[key] = is_here
 
     def _shrunk(self, run: Run) -> None:
         now = self._clock()
