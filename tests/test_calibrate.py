@@ -24,6 +24,7 @@ PLANTED = Constants(
     request=0.02,
     token=2e-6,
     busy=0.001,
+    wake=0.004,
 )
 BUDGET = 4096
 
@@ -49,7 +50,7 @@ def seconds(kind: str, num_new: int, context: int, num_sequences: int) -> float:
         return c.step + c.per_sequence * num_sequences + c.per_context_token * num_sequences * context
     others, before = (num_sequences, 0) if kind == "joined" else (0, context)
     shared = c.step + others * (c.per_sequence + c.per_context_token * context)
-    total = c.request + c.token * (num_new + before) + c.busy * others + (shared / 2 if others else 0.0)
+    total = c.request + c.token * (num_new + before) + (c.busy * others + shared / 2 if others else c.wake)
     while num_new:
         n = min(BUDGET - others, num_new)
         total += shared + c.per_prefill_token * n + c.per_prefill_product * (n * (2 * before + n) // 2)
@@ -109,8 +110,9 @@ async def test_measuring_an_engine_over_http_finds_what_was_planted(tmp_path: Pa
         cached=((4096, 256), (8192, 512)),
         sequences=(1, 4, 8),
         contexts=(256, 2048),
-        joined=((2, 1024), (8, 1024)),
+        joined=((6, 1024),),
         num_decode_tokens=16,
+        pause_seconds=0.0,
         repeats=3,  # other processes only ever make it slower
     )
     async with simulated_server(ServeOptions(str(path), model_folder)) as server:

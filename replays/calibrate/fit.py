@@ -1,8 +1,9 @@
 """The linear cost model fitted to measured points: non-negative least squares of relative errors, a third of the points held back.
 
 A prefill as the client sees it takes r + t·(prompt) + a0·(steps) + a3·n + a4·Σ n·L, a decode step a0 + a1·n + a2·ΣL. A prefill that joins
-b others waits for half a step of theirs, shares its own steps with them, and takes b·(one constant more) outside of steps. There are eight
-constants, so every subset of them is solved exactly, and the best one without a negative member is taken: no starting point, no iteration.
+b others waits for half a step of theirs, shares its own steps with them, and takes b·(a constant) more outside of steps; one that finds the
+engine idle takes another constant more, for waking it. Each subset of the nine constants is solved exactly, and the best one
+without a negative member is taken: no starting point, no iteration.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 
 from replays.simulator.profile_file import Constants, Measured
 
-_NUM_CONSTANTS = 8
+_NUM_CONSTANTS = 9
 _HELD_BACK_EVERY = 3
 _DAMPING = 1e-9
 Row: TypeAlias = "tuple[float, ...]"
@@ -50,13 +51,13 @@ def fit(points: Sequence[Measured], max_num_batched_tokens: int) -> tuple[Consta
 def _row(point: Measured, budget: int) -> Row:
     """What each constant is multiplied by."""
     if point.kind == "decode":
-        return (1.0, point.num_sequences, point.num_sequences * point.context, 0.0, 0.0, 0.0, 0.0, 0.0)
+        return (1.0, point.num_sequences, point.num_sequences * point.context, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     others, cached = (point.num_sequences, 0) if point.kind == "joined" else (0, point.context)
     chunks = [(start, min(budget - others, point.num_new - start)) for start in range(0, point.num_new, budget - others)]
     product = sum(n * (2 * (cached + start) + n) // 2 for start, n in chunks)
     steps = len(chunks) + (0.5 if others else 0.0)
     decoded = (steps, steps * others, steps * others * point.context)
-    return (*decoded, point.num_new, product, 1.0, cached + point.num_new, others)
+    return (*decoded, point.num_new, product, 1.0, cached + point.num_new, others, 0.0 if others else 1.0)
 
 
 def _non_negative(rows: np.ndarray[tuple[int, int], np.dtype[np.float64]]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

@@ -21,6 +21,8 @@ from replays.simulator.profile_file import Measured
 
 _FIRST_ID, _LAST_ID = 300, 2000
 _LEAST_SECONDS = 1e-5
+_ANSWER_TOKENS = 8
+"""While the first token is on its way, an engine that shares cores computes the next, as for a client's prompt."""
 _JOINED_CONTEXT, _LONG_ANSWER = 128, 512
 """Tokens of each sequence that decodes while another joins: its prompt, and what it generates before it starts anew."""
 _JOINS = 6
@@ -46,6 +48,8 @@ class Plan:
     """(sequences that decode, new)."""
     num_decode_tokens: int = 64
     repeats: int = 3
+    pause_seconds: float = 0.25
+    """Before each prompt that finds the engine idle: clients' prompts come seldom enough that its processes sleep by then."""
 
     def within(self, max_model_len: int, capacity_tokens: int) -> Plan:
         """Without what the engine cannot hold."""
@@ -58,6 +62,7 @@ class Plan:
             tuple((others, new) for others, new in self.joined if others * (_JOINED_CONTEXT + _LONG_ANSWER) + new <= most),
             self.num_decode_tokens,
             self.repeats,
+            self.pause_seconds,
         )
 
     def decodes(self, capacity_tokens: int) -> list[tuple[int, int]]:
@@ -156,14 +161,15 @@ class Meter:
             raise CalibrationError(f"{self.url} gave no token for a prompt of {len(prompt)} tokens")
         return seen
 
-    async def prefill(self, num_new: int, context: int, repeats: int) -> Measured:
+    async def prefill(self, num_new: int, context: int, repeats: int, pause_seconds: float) -> Measured:
         """Time to the first token of a prompt whose first `context` tokens are cached."""
         seconds = []
         for _ in range(repeats + 1):
             prefix = self.prompt(context)
             if context:
                 await self.stream(prefix, 1)
-            seen = await self.stream(prefix + self.prompt(num_new), 1)
+            await asyncio.sleep(pause_seconds)
+            seen = await self.stream(prefix + self.prompt(num_new), _ANSWER_TOKENS)
             seconds.append(seen.first - seen.sent)
         return Measured("prefill", num_new, context, 1, median(seconds[1:]))
 
@@ -189,7 +195,7 @@ class Meter:
             for _ in range(_JOINS * repeats):
                 prompt = self.prompt(num_new)
                 await asyncio.sleep(self.rng.uniform(*_JOIN_PAUSE_SECONDS))
-                seen = await self.stream(prompt, 1)
+                seen = await self.stream(prompt, _ANSWER_TOKENS)
                 seconds.append(seen.first - seen.sent)
         finally:
             for task in others:
@@ -244,7 +250,7 @@ async def measure(url: str, plan: Plan, progress: Callable[[str], None]) -> tupl
         points = []
         for context, new in [*((0, n) for n in plan.prefills), *plan.cached]:
             progress(f"prefill of {new:,} tokens behind {context:,}")
-            points.append(await meter.prefill(new, context, plan.repeats))
+            points.append(await meter.prefill(new, context, plan.repeats, plan.pause_seconds))
         for others, new in plan.joined:
             progress(f"prefill of {new:,} tokens beside {others}")
             points.append(await meter.joined(others, new, plan.repeats))

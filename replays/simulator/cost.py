@@ -80,6 +80,8 @@ class Profile:
     """The same, for each prompt token."""
     busy_seconds: float = 0.0
     """The same, for each request that the engine has already: its HTTP server puts their tokens out meanwhile."""
+    wake_seconds: float = 0.0
+    """The same, where the engine has none: its processes sleep."""
     num_gpus: int = 1
     """Of one replica: all of its prefill and decode engines."""
     prefill: Profile | None = None
@@ -92,4 +94,5 @@ class Profile:
 
     def front_seconds(self, num_prompt_tokens: int, num_requests: int) -> float:
         """Of a request outside the engine's steps, while the engine has `num_requests` others."""
-        return self.request_seconds + self.token_seconds * num_prompt_tokens + self.busy_seconds * num_requests
+        others = self.busy_seconds * num_requests if num_requests else self.wake_seconds
+        return self.request_seconds + self.token_seconds * num_prompt_tokens + others

@@ -45,6 +45,8 @@ class Constants(msgspec.Struct, frozen=True):
     token: float
     busy: float = 0.0
     """Outside of steps too, for each other request that the engine has."""
+    wake: float = 0.0
+    """Where it has none."""
 
 
 class ProfileFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,5 +103,6 @@ def profile_of(file: ProfileFile) -> Profile:
         request_seconds=constants.request,
         token_seconds=constants.token,
         busy_seconds=constants.busy,
+        wake_seconds=constants.wake,
         about=f"calibrated on {file.engine}, {file.measured}",
     )
