@@ -127,7 +127,7 @@ def check_tier(connector: type, vllm_config: Any) -> None:
         raise PluginUnsupported("this vLLM tells no connector of blocks before they are overwritten: start without tier_bytes")
     policy = vllm_config.kv_transfer_config.kv_load_failure_policy
     if vllm_config.scheduler_config.async_scheduling or getattr(vllm_config, "use_v2_model_runner", False):
-        # vLLM's recomputing takes neither the steps under way nor its newer runner's own count of tokens back (to 0.33 at least).
+        # vLLM's recomputing takes neither the steps under way nor its newer runner's own count of tokens back (0.26, 0.32).
         if policy != "fail":
             raise PluginUnsupported(
                 'after a load that fails this vLLM would answer wrongly: set "kv_load_failure_policy": "fail" beside tier_bytes, so that '
