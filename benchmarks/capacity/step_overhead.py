@@ -2,7 +2,8 @@
 
 Schedulers without it, with it by either carrier, and with its connector switched off run the same turns in alternating rounds, each in a
 process of its own as engines do (Python adapts a process's code to the classes that it meets). Other work on the machine makes some rounds
-dearer and none cheaper, so the CPU time of each one's cheapest quarter is compared.
+dearer and none cheaper, so the CPU time of each one's cheapest quarter counts. Where a process's memory happens to lie makes all its rounds
+dearer or cheaper by some per cent, so there are several of each, and their medians are compared.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from time import thread_time
 from typing import Any
 
@@ -37,7 +38,8 @@ BLOCK_SIZE = 128
 NUM_OUTPUT_TOKENS = 218
 """The median of recorded agent turns."""
 _CONTEXT_BLOCKS = (100, 130)
-_ROUNDS, _QUICK_ROUNDS = 40, 16
+_PROCESSES, _QUICK_PROCESSES = 7, 1
+_ROUNDS = 16
 _SIDE = "benchmarks.vllm_scheduler"
 _FORK = multiprocessing.get_context("fork")
 
@@ -95,14 +97,18 @@ def step_overhead(*, quick: bool, progress: Callable[[str], None]) -> dict[str, 
     that connector alone (vLLM's own work for any). By figure."""
     progress("scheduler steps with and without the plugin")
     importlib.import_module(_SIDE)  # once for all: it takes most of a minute
-    with tempfile.TemporaryDirectory(prefix="agentserve-capacity-") as name, ExitStack() as stack:
-        ends = [stack.enter_context(_process(Path(name) / f"{number}", carrier)) for number, carrier in enumerate(_ARMS.values())]
+    names = list(_ARMS) * (_QUICK_PROCESSES if quick else _PROCESSES)
+    with tempfile.TemporaryDirectory(prefix="agentserve-capacity-") as folder, ExitStack() as stack:
+        ends = [stack.enter_context(_process(Path(folder) / f"{number}", _ARMS[name])) for number, name in enumerate(names)]
+        for end in ends:
+            end.recv()  # its pool is full
         rounds: list[list[float]] = [[] for _ in ends]
-        for number in range(_QUICK_ROUNDS if quick else _ROUNDS):
+        for number in range(_ROUNDS):
             for which in range(len(ends)) if number % 2 else reversed(range(len(ends))):
                 ends[which].send(True)
                 rounds[which].append(ends[which].recv())
-    seconds = dict(zip(_ARMS, (mean(sorted(own)[: len(own) // 4]) for own in rounds), strict=True))
+    cheapest = [mean(sorted(own)[: len(own) // 4]) for own in rounds]
+    seconds = {arm: median(own for name, own in zip(names, cheapest, strict=True) if name == arm) for arm in _ARMS}
     return {f"{name}_step_overhead_share": own / seconds[""] - 1 for name, own in seconds.items() if name}
 
 
@@ -122,14 +128,13 @@ def overhead_alone(*, quick: bool, progress: Callable[[str], None]) -> Result:
 
 @contextmanager
 def _process(folder: Path, carrier: Mapping[str, Any]) -> Iterator[Connection]:
-    """An arm whose pool is full; True asks for a round, whose CPU seconds come back."""
+    """An arm that says when its pool is full; then True asks for a round, whose CPU seconds come back."""
     folder.mkdir()
     ours, theirs = _FORK.Pipe()
     process = _FORK.Process(target=_serve, args=(ours, theirs, folder, carrier), daemon=True)
     process.start()
     try:
         theirs.close()
-        ours.recv()
         yield ours
     finally:
         ours.close()
