@@ -214,7 +214,7 @@ class Lifecycle:
             chance = self._succession.chance(cell, self._parameters.least_chance)
             hopeless = former.idle_since + self._returns.idle_until_hopeless(former.return_class, chance)
             if hopeless <= now:
-                former.fate, former.phase = Fate.ENDED, Phase.ENDED
+                former.fate, former.phase = Fate.PRESUMED, Phase.ENDED
                 ended.append(session_id)
             elif hopeless < math.inf:
                 heapq.heappush(self._deadlines, (hopeless, session_id, former.epoch, _Due.FOLLOWED))
@@ -320,7 +320,7 @@ class Lifecycle:
             if session is None or session.epoch != epoch or session.num_running:
                 continue
             if session.fate is Fate.LIVE:
-                session.fate, session.phase = Fate.ENDED, Phase.ENDED
+                session.fate, session.phase = Fate.PRESUMED, Phase.ENDED
                 changed.append(session_id)
             # At once, not when it is forgotten: until then only those that came back would be counted, and all would seem to.
             if due is not _Due.FOLLOWED and not session.counts_as_never:

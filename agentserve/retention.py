@@ -205,7 +205,7 @@ class Retention:
         """The fates of these sessions are not what they were."""
         for life_id in life_ids:
             is_over = self.lifecycle.is_over(life_id)
-            hint = SessionHint(session_id=_engine_id(life_id), fate=Fate.ENDED if is_over else Fate.LIVE)
+            hint = SessionHint(session_id=_engine_id(life_id), fate=self.lifecycle.fate(life_id) if is_over else Fate.LIVE)
             for replica in self._replicas:  # it may have blocks wherever it has been
                 replica.hints.tell(hint)
                 if is_over:

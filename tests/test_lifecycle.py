@@ -85,7 +85,7 @@ def test_idle_beyond_hope_counts_as_ended_until_it_is_back() -> None:
     hopeless = 1.0 + returns.idle_until_hopeless(life.return_class("a"), 0.5)
     assert life.due(hopeless - 1) == []
     assert life.due(hopeless) == ["a"]
-    assert (life.fate("a"), life.phase("a")) == (Fate.ENDED, Phase.ENDED)
+    assert (life.fate("a"), life.phase("a")) == (Fate.PRESUMED, Phase.ENDED)
     assert life.turn_started("a", hopeless + 5) == ["a"]
     assert (life.fate("a"), life.phase("a")) == (Fate.LIVE, Phase.RUNNING)
 
@@ -117,7 +117,7 @@ def _is_left(life: Lifecycle, client: str | None, now: float) -> bool:
     life.turn_ended("former", now + 50, TOOLS)
     changed = life.turn_started("next", now + 52, tenant=client)
     life.turn_ended("next", now + 53, TOOLS)
-    return "former" in changed and life.fate("former") is Fate.ENDED
+    return "former" in changed and life.fate("former") is Fate.PRESUMED
 
 
 def test_that_a_new_session_ends_the_one_before_is_learnt_from_clients_that_work_so() -> None:

@@ -110,7 +110,7 @@ async def test_the_engines_plugin_hears_of_classes_ends_and_joined_subagents(ser
     await say(served, [SYSTEM, user("look")], "child", x_agentserve_parent="root")
     result = {"role": "tool", "tool_call_id": call["tool_calls"][0]["id"], "content": "a.py"}
     await say(served, [SYSTEM, user("hi"), call, result], "root")
-    assert heard.fates("child") == [Fate.ENDED]
+    assert heard.fates("child") == [Fate.PRESUMED]  # few of them come back once they have answered
     assert next(hint.return_class for hint in heard.told if hint.session_id == "root" and hint.return_class) == "0~root/tool:steady:shell"
     assert [xargs(request)["agentserve"] for request in asked(upstream)] == ["x", "x", "x"]
     assert heard.sent[0].branch_id == heard.sent[2].branch_id

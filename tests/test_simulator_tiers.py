@@ -177,6 +177,8 @@ def test_what_is_dead_does_not_go_into_an_exclusive_tier_and_leaves_it_at_once()
     assert tier.num_held_blocks == 0
     tier.evicted(left, 0, 5, facts(5.0), 5.0)
     assert tier.num_held_blocks == 5, "a guess was wrong: it is back"
+    tier.evicted(other, 0, 20, facts(6.0, Fate.PRESUMED), 6.0)
+    assert tier.num_held_blocks == 25, "what is over only because it is silent may have room to spare"
 
 
 def test_an_inclusive_tier_keeps_what_was_computed_whatever_becomes_of_it() -> None:

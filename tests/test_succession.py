@@ -103,7 +103,7 @@ def _play(life: Lifecycle, rng: random.Random, start: float, lanes: list[tuple[s
             life.turn_ended(session, now, TOOLS)
             last_turns[session] = now
             over |= {session} if is_last else set()
-        early = [name for name in changed if life.fate(name) is Fate.ENDED and now - last_turns.get(name, -1e9) <= SOON_SECONDS]
+        early = [name for name in changed if life.fate(name) is Fate.PRESUMED and now - last_turns.get(name, -1e9) <= SOON_SECONDS]
         verdicts.declared += len(early)
         verdicts.right += len(over.intersection(early))
     verdicts.ended = len(over)

@@ -18,7 +18,9 @@ class Fate(StrEnum):
 
     LIVE = "live"
     ENDED = "ended"
-    """Its session is over, said or inferred."""
+    """Its session is over: that was said, or it is a sub-agent that has been joined."""
+    PRESUMED = "presumed"
+    """Its session is believed over from its silence. One in some comes back all the same: what has room to spare may keep it."""
     SUPERSEDED = "superseded"
     """On a branch that its session has left."""
     CUT = "cut"
@@ -28,6 +30,9 @@ class Fate(StrEnum):
     ONE_SHOT = "one_shot"
     """A side request that no other builds on."""
 
+
+MAY_RETURN = (Fate.LIVE, Fate.PRESUMED)
+"""What a tier keeps. Inside it a presumed end needs no mark: its idle time says that it goes first."""
 
 for _fate in Fate:
     type.__setattr__(Fate, _fate.name, _fate)  # as from Python 3.12 on: before, each `Fate.LIVE` calls a function of `enum`

@@ -29,6 +29,7 @@ _KIND_OF = {
     Fate.ONE_SHOT: "cut",
     Fate.GENERATED: "generated",
     Fate.ENDED: "ended",
+    Fate.PRESUMED: "ended",
 }
 AGES_SECONDS = (10, 30, 60, 120, 300, 600, 1800)
 """Idle ages T for which the room is counted that it takes to survive them."""

@@ -24,7 +24,7 @@ class Knowledge:
 
     def told(self, fate: Fate, is_left: bool) -> Fate:
         if self.inferred and is_left and fate in (Fate.LIVE, Fate.ENDED):
-            return Fate.ENDED
+            return Fate.PRESUMED
         known = {Fate.ENDED: self.ends, Fate.CUT: self.cuts, Fate.SUPERSEDED: self.cuts, Fate.GENERATED: self.generated}
         return fate if known.get(fate, True) else Fate.LIVE
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from admission.eviction import EVICTION_POLICIES
-from admission.eviction.policy import EvictionPolicy, Extent, Fate
+from admission.eviction.policy import MAY_RETURN, EvictionPolicy, Extent
 from admission.eviction.policy import Pool as PolicyPool
 from replays.simulator.chains import Branch, Path, covered
 from replays.simulator.cost import StepCost, StepWork
@@ -80,7 +80,7 @@ class CpuTier:
 
     def evicted(self, branch: Branch, start: int, end: int, facts: Extent, now: float) -> None:
         """Blocks have left the pool, of which `facts` says what is known. Changes state."""
-        if self.options.exclusive and facts.fate is Fate.LIVE:
+        if self.options.exclusive and facts.fate in MAY_RETURN:
             self._store(branch, start, end, facts, now)
 
     def stored(self, branch: Branch, start: int, end: int, now: float) -> None:
@@ -99,7 +99,7 @@ class CpuTier:
         outlook = self.prospects.outlook(branch, now) if parts else ()
         alive_to = 0
         for depth, _, fate, _ in outlook:
-            if fate is not Fate.LIVE:
+            if fate not in MAY_RETURN:
                 break
             alive_to = depth
         for rank in parts:

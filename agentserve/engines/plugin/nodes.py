@@ -77,9 +77,11 @@ class Node:
         return self.start + len(self.blocks)
 
     def fate(self) -> Fate:
-        """Live while it is so to one owner; else what it became last."""
+        """Live while it is so to one owner, then presumed over while it is so to one; else what it became last."""
         fates = list(self.owners.values())
-        return Fate.LIVE if Fate.LIVE in fates or not fates else fates[-1]
+        if Fate.LIVE in fates or not fates:
+            return Fate.LIVE
+        return Fate.PRESUMED if Fate.PRESUMED in fates else fates[-1]
 
 
 @dataclass(slots=True, eq=False)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from admission.eviction.policy import EvictionPolicy, Fate
+from admission.eviction.policy import MAY_RETURN, EvictionPolicy
 from agentserve.engines.plugin.nodes import Block, Branch, Key, Node, Run
 from agentserve.engines.plugin.speeds import Speeds
 from agentserve.engines.plugin.tier import ExclusiveTier
@@ -88,7 +88,7 @@ class OffloadTier:
 
     def evicted(self, node: Node, blocks: list[Block]) -> None:
         """Victims of the GPU, the deepest of `node` first; it is what is left of them. What is dead is not kept."""
-        if node.extent.fate is Fate.LIVE:
+        if node.extent.fate in MAY_RETURN:
             self._safely(self._store, node, blocks)
 
     def promise(self, request: Any, num_computed_tokens: int) -> int:
@@ -172,7 +172,7 @@ class OffloadTier:
             self._tier.check_integrity()
 
     def _store(self, tier: ExclusiveTier, node: Node, blocks: list[Block]) -> None:
-        owners = [branch for branch, fate in node.owners.items() if fate is Fate.LIVE]
+        owners = [branch for branch, fate in node.owners.items() if fate in MAY_RETURN]
         above = node.blocks[-1] if node.blocks else node.parent.blocks[-1] if node.parent is not None else None
         chain = [*blocks, above]
         for place, block in enumerate(blocks):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from admission.eviction import EVICTION_POLICIES
-from admission.eviction.policy import Extent, Fate, Pool
+from admission.eviction.policy import MAY_RETURN, Extent, Fate, Pool
 from admission.returns import ReturnModel
 from agentserve.engines.plugin.forest import Forest
 from agentserve.engines.plugin.nodes import Branch, Node, Session
@@ -22,6 +22,7 @@ from agentserve.engines.plugin.tier import ExclusiveTier
 from agentserve.engines.plugin.wire import XARG, BadHint, HintBatch, SessionHint, TurnHints, read_turn
 
 _LEAST_SWEEP: Final = 1024
+_OVER: Final = (Fate.ENDED, Fate.PRESUMED)
 _NO_HINTS: Final = TurnHints()
 
 
@@ -226,8 +227,8 @@ class Retention:
             session.return_class = hints.return_class
         if hints.priority is not None:
             session.priority, session.retention_seconds = hints.priority, hints.retention_seconds
-        if hints.fate is Fate.ENDED:
-            session.fate = Fate.ENDED
+        if hints.fate in _OVER:
+            session.fate = hints.fate
 
     @staticmethod
     def _write_facts(extent: Extent, session: Session) -> None:
@@ -243,7 +244,7 @@ class Retention:
                 self.forest.set_fate(node, branch, Fate.CUT)
         if not hints.echoes and nodes and (generated := self.forest.cut(nodes[-1], branch.num_prompt_blocks)) is not None:
             self.forest.set_fate(generated, branch, Fate.GENERATED)
-        if hints.fate is not Fate.LIVE and hints.fate is not Fate.ENDED:
+        if hints.fate is not Fate.LIVE and hints.fate not in _OVER:
             for node in list(branch.nodes):
                 self.forest.set_fate(node, branch, hints.fate)
             self.tier.cut(branch, 0)
@@ -266,14 +267,14 @@ class Retention:
 
     def _set_fate(self, session: Session, hint: SessionHint, fate: Fate) -> None:
         if hint.branch_id is None and not hint.start_tokens and not hint.only_generated:
-            if fate is Fate.ENDED and session.fate is Fate.LIVE and session.num_running == 0 and session.idle_since is not None:
+            if fate in _OVER and session.fate is Fate.LIVE and session.num_running == 0 and session.idle_since is not None:
                 self._returns.left(session.return_class, self._clock() - session.idle_since, self._clock())
             session.fate = fate
         for node in self._nodes(session, hint):
             for branch in [branch for branch in node.owners if branch.session is session]:
                 if hint.branch_id in (None, branch.id):
                     self.forest.set_fate(node, branch, fate)
-        for branch, first in self._parts(session, hint) if fate is not Fate.LIVE else ():
+        for branch, first in self._parts(session, hint) if fate not in MAY_RETURN else ():
             self.tier.cut(branch, first)
         for branch in list(session.branches.values()):
             self._forget_if_empty(branch)
