@@ -15,6 +15,8 @@ from agentserve.divergence import Difference
 from agentserve.errors import SetupError
 from prefix_cache.hits import Cause
 
+ABORT = "abort"
+"""Finish reason of a turn that broke off."""
 CURES: Mapping[Cause, str] = {
     Cause.NEW: "it had never been computed, so this work was due",
     Cause.CLIENT_EDIT: "the client changes its history: stop it from doing so, see where it left it",
@@ -81,6 +83,7 @@ class Turn(msgspec.Struct):
     kind: str
     prompt_tokens: int
     ceiling_tokens: int
+    finish_reason: str | None = None
     predicted_tokens: int | None = None
     cached_tokens: int | None = None
     missed_tokens: dict[Cause, int] | None = None
@@ -132,6 +135,8 @@ def advice(turns: Sequence[Turn]) -> str:
     total = causes(turns)
     avoidable = Counter({cause: tokens for cause, tokens in total.items() if cause is not Cause.NEW})
     if not any(turn.missed_tokens is not None for turn in turns):
+        if all(turn.finish_reason == ABORT for turn in turns):
+            return "No turn ran to its end, and only there does the engine say how many tokens it took from its cache."
         return "The engine does not say how many tokens it took from its cache: start vLLM with --enable-prompt-tokens-details."
     if not avoidable:
         return "Nothing was missed that could have been a hit: every computed token was new."

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from agentserve.errors import InvalidRequest
+
 MAX_ID_LENGTH = 255
 
 
@@ -81,10 +83,15 @@ FINAL_HEADERS = ("x-agentserve-final", "x-dynamo-session-final")
 
 
 def identify(headers: Mapping[str, str], body_session: str | None = None) -> Identity:
-    """The identity in `headers` (lower-case names), else the body's session id. Ids that are not printable or too long do not count."""
+    """The identity in `headers` (lower-case names), else the body's session id. Ids that are not printable or too long do not count.
+
+    Raises InvalidRequest for a value of our own final header that says neither yes nor no.
+    """
     found = _identify(headers, body_session)
-    is_last = any(headers.get(name, "").strip().lower() in ("true", "1") for name in FINAL_HEADERS)
-    return replace(found, is_last=True) if is_last else found
+    said = [headers.get(name, "false").strip().lower() for name in FINAL_HEADERS]
+    if said[0] not in ("true", "1", "false", "0"):
+        raise InvalidRequest(f"{FINAL_HEADERS[0]} must be true or false, not {said[0][:40]!r}", param=FINAL_HEADERS[0])
+    return replace(found, is_last=True) if not {"true", "1"}.isdisjoint(said) else found
 
 
 def _identify(headers: Mapping[str, str], body_session: str | None) -> Identity:

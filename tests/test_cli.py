@@ -7,11 +7,14 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import replays.cli
@@ -128,6 +131,28 @@ def test_a_stream_that_runs_when_the_server_is_stopped_ends_in_an_error_event(up
             process.send_signal(signal.SIGTERM)
             events = answer.read().decode().split("\n\n")
         assert "stopping" in events[-2]
+        assert wait_until(lambda: process.poll() is not None, seconds=10)
+        assert process.stdout is not None
+        assert "Traceback" not in process.stdout.read()
+
+
+def test_a_whole_answer_that_is_made_when_the_server_is_stopped_is_refused_as_a_client_expects(
+    upstream: Upstream, model_folder: Path
+) -> None:
+    upstream.script(Script(say="word " * 5000, itl_seconds=0.01))
+    with listening("--engine-url", upstream.url, "--engine-model-folder", str(model_folder)) as (process, address):
+        body = b'{"messages": [{"role": "user", "content": "Hello"}]}'
+        request = urllib.request.Request(f"{address}/v1/chat/completions", body, {"content-type": "application/json"})
+        num_before = len(upstream.requests)
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(urllib.request.urlopen, request)
+            assert wait_until(lambda: len(upstream.requests) > num_before, seconds=10)
+            process.send_signal(signal.SIGTERM)
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                answer.result()
+        with refused.value as error:
+            assert (error.code, error.headers["retry-after"] is not None) == (503, True)
+            assert "stopping" in msgspec.json.decode(error.read())["error"]["message"]
         assert wait_until(lambda: process.poll() is not None, seconds=10)
         assert process.stdout is not None
         assert "Traceback" not in process.stdout.read()

@@ -332,7 +332,11 @@ def test_the_log_tells_the_stage_and_the_first_error(tmp_path: Path) -> None:
     log = tmp_path / "vllm.log"
     log.write_text("")
     assert stage(log) == "importing vLLM"
-    log.write_text("INFO Starting to load model x\nTraceback\nValueError: the cause\n" + "more\n" * 50 + "RuntimeError: the effect\n")
+    log.write_text(
+        "WARNING a limit (OSError: [Errno 24]) may be met\nINFO Starting to load model x\nTraceback\nValueError: the cause\n"
+        + "more\n" * 50
+        + "RuntimeError: the effect\n"
+    )
     assert stage(log) == "loading the model"
     told = excerpt(log)
     assert "First error: ValueError: the cause" in told

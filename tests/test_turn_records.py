@@ -173,7 +173,8 @@ def test_one_block_prompts_are_not_advised_another_block_size_and_new_tokens_are
 
 def test_without_avoidable_misses_or_figures_the_advice_says_so() -> None:
     assert "could have been a hit" in advice([turn({Cause.NEW: 5})])
-    assert "--enable-prompt-tokens-details" in advice([Turn(1, "exact", 10, 10)])
+    assert "--enable-prompt-tokens-details" in advice([Turn(1, "exact", 10, 10), Turn(1, "exact", 10, 10, finish_reason="abort")])
+    assert "No turn ran to its end" in advice([Turn(1, "exact", 10, 10, finish_reason="abort")])
 
 
 def explain(*arguments: str) -> tuple[int, str]:

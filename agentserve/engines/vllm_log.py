@@ -34,7 +34,7 @@ def how_it_died(code: int) -> str:
 def excerpt(log: Path) -> str:
     """The first error in `log`, which later ones only follow from, its last lines, and its path."""
     lines = log.read_text(errors="replace").splitlines()
-    cause = next((match[0] for line in lines if (match := _CAUSE.search(line))), None)
+    cause = next((match[0] for line in lines if "WARNING" not in line and (match := _CAUSE.search(line))), None)
     parts = [f"First error: {cause}"] if cause else []
     parts += ["Its last lines:", *(f"  {line}" for line in lines[-NUM_LAST_LINES:]), f"The whole log: {log}"]
     return "\n".join(parts)

@@ -146,8 +146,8 @@ class TurnRun:
             why = "client_left" if wire.client_left else "stopped"
             self._server.metrics.failed_turns.labels(why).inc()
             self._broke_off("abort", why=why)
-            if wire.started and not wire.client_left:
-                await wire.write(self._writer.failure(EngineUnavailable("this server is stopping; try again")), more=False)
+            if not wire.client_left:
+                await self._refuse(wire, EngineUnavailable("this server is stopping; try again"))
             raise
         except AgentserveError as raised:
             error = in_clients_fields(raised, asked.options)
@@ -155,10 +155,13 @@ class TurnRun:
             # The engine's fault is told; a refusal may quote what the client has said, which no log has.
             reason = {} if error.status < 500 else {"reason": error.message}
             self._broke_off("error", why=error.kind, status=error.status, **reason)
-            if wire.started:
-                await wire.write(self._writer.failure(error), more=False)
-            else:
-                await write_json(wire, self._writer.refusal(error), status=error.status, headers=error_headers(error))
+            await self._refuse(wire, error)
+
+    async def _refuse(self, wire: Sink, error: AgentserveError) -> None:
+        if wire.started:
+            await wire.write(self._writer.failure(error), more=False)
+        else:
+            await write_json(wire, self._writer.refusal(error), status=error.status, headers=error_headers(error))
 
     def _turn(self) -> AbstractAsyncContextManager[Turn | MediaTurn]:
         asked = self._asked
