@@ -111,7 +111,7 @@ def _some_hint(rng: random.Random) -> SessionHint:
         branch_id=rng.choice((None, None, "0", "1")),
         start_tokens=rng.choice((0, 0, 30, 200)),
         only_generated=rng.random() < 0.2,
-        fate=rng.choice((None, Fate.LIVE, *Fate, Fate.LIVE)),
+        fate=rng.choice((None, *(fate for fate in Fate if fate is not Fate.PRESUMED))),
         return_class=rng.choice((None, "root/tool:brisk", "sub/end_turn")),
         priority=rng.choice((None, 0, 90)),
         retention_seconds=rng.choice((None, 0.001)),
